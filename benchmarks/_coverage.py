@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
+from torch.testing._internal.common_methods_invocations import op_db
 
 import espalier
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the sweep is 
 
 from tests.ranks.op_trials import is_random, name_of, trials
 from tests.ranks.ours import Ours
-from tests.ranks.sweep import CLASSES, Sweep, op_db
+from tests.ranks.sweep import CLASSES, Sweep
 
 HUNG = "ended"
 FEW = 1

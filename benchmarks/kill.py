@@ -85,15 +85,20 @@ def run(rank: int, ranks: int, meeting: str, folder: str, asynchronous: bool, to
 class Chain:
     """The run that goes on through kills.
 
+    Args:
+        context: by which ranks are forked, if not from a process of this run's own.
+
     Attributes:
         at: how many kills met the ranks in which state of a save.
         wrong: what went wrong.
     """
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, context: Any = None) -> None:
         self.folder, self.at, self.wrong = folder, Counter[str](), list[str]()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["espalier.api", "torch._dynamo"])
+        if context is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["espalier.api", "torch._dynamo"])
+        self._context = context
         self._random, self._digests = random.Random(seed), dict[int, int]()
         self._saved, self._lasts, self._kills = 0, [0.02], 0
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from espalier.later import uncollected
-from tests.pool import Pool, Skip
+from tests.pool import Pool, Skip, forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # trio, which selenium brings, gives hypothesis a plugin that warns as soon as torch's own tests load it
@@ -35,6 +35,7 @@ def pytest_collection() -> Generator[None, object, object]:
     with uncollected():
         collected = yield
     gc.freeze()
+    gc.set_threshold(10_000)  # as in the pool
     return collected
 
 
@@ -44,12 +45,17 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests/gpu without CUDA, and bring tests of the same number of ranks together."""
+    """Skip tests/gpu without CUDA, and bring tests of the same number of ranks together.
+
+    What their modules name in ``PRELOAD`` is imported once for most ranks of the session.
+    """
     gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     items.sort(key=_world_size)
+    modules = {item.module for item in items if isinstance(item, pytest.Function)}
+    forks(sorted({name for module in modules for name in getattr(module, "PRELOAD", ())}))
 
 
 def _has_cuda() -> bool:
@@ -69,13 +75,9 @@ def _world_size(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def rank_pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """The session's pool. Its processes start when a test first asks for them.
-
-    What a test module names in ``PRELOAD`` is imported once for most of them.
-    """
-    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    pool = Pool(preload=sorted({name for module in modules for name in getattr(module, "PRELOAD", ())}))
+def rank_pool() -> Iterator[Pool]:
+    """The session's pool. Its processes start when a test first asks for them."""
+    pool = Pool()
     # Should pytest itself break off, multiprocessing would wait for the workers for ever at exit.
     atexit.register(pool.close)
     yield pool
@@ -97,10 +99,10 @@ def ranks(rank_pool: Pool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def forked(rank_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Any:
+def forked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Forks of the process that ranks of the pool come from; ``espalier.spawn`` starts its own so, too."""
     from torch import multiprocessing
 
     start = partial(multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr(multiprocessing, "spawn", start)
-    return rank_pool.forks()
+    return forks()

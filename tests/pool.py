@@ -60,6 +60,8 @@ class Skip(Exception):
     """``pytest.skip()`` was called on a rank."""
 
 
+# What all pools have asked for: there is one process to fork from, which the first that needs it starts.
+_PRELOADED: dict[str, None] = {}
 # A filter as ``warnings.filterwarnings`` takes it: action, message, category, module, line number.
 Filter = tuple[str, str, type[Warning], str, int]
 
@@ -306,10 +308,6 @@ class Pool:
                 worker.conn.send_bytes(pickle.dumps(call))
         return self._collect(n, limit)
 
-    def forks(self) -> Any:
-        """By which other processes are forked from where ranks come from."""
-        return _forks(self.preload)
-
     def pids(self) -> list[int]:
         """The process ids of the live workers."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
@@ -445,12 +443,14 @@ def _context(rank: int, preload: Sequence[str]) -> Any:
     """
     if rank == 0 or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    return _forks(preload)
+    return forks(preload)
 
 
-def _forks(preload: Sequence[str]) -> Any:
+def forks(preload: Sequence[str] = ()) -> Any:
+    """By which processes are forked from one that has imported what tests and pools have asked for so far."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded", *preload])
+    _PRELOADED.update(dict.fromkeys(preload))
+    context.set_forkserver_preload(["tests.preloaded", *_PRELOADED])
     return context
 
 

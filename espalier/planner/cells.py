@@ -313,6 +313,8 @@ class Recorder:
         self._expert_sizes = self._count_experts(listed)
         self._costs: dict[Cell, Costs | Refused] = {}
         self._runs: dict[tuple[Cell, int], Recording] = {}
+        self._recordings: dict[str, Recording] = {}
+        self._boundaries: dict[Cell, Boundary] = {}
         self._shared = Shared(model)
         self._least_rows: int | None = None
 
@@ -448,11 +450,16 @@ class Recorder:
     def _run(self, cell: Cell, depth: int) -> Recording:
         key = cell, depth
         if key not in self._runs:
-            run = self._kept(_of_cell(cell, depth))
+            run = self._found(_of_cell(cell, depth))
             self._runs[key] = _without_sums(run)
         return self._runs[key]
 
     def _kept(self, wanted: _Wanted) -> Recording:
+        if wanted.name not in self._recordings:
+            self._recordings[wanted.name] = self._found(wanted)
+        return self._recordings[wanted.name]
+
+    def _found(self, wanted: _Wanted) -> Recording:
         if isinstance(table := self._store.get(wanted.name), list):
             return Recording.from_list(table)
         if isinstance(table, str):
@@ -500,6 +507,11 @@ class Recorder:
             Refused: the engine does not run it.
         """
         cell = replace(cell, recompute="none", expert=1)  # which have nothing to do with it
+        if cell not in self._boundaries:
+            self._boundaries[cell] = self._sent_between(cell)
+        return self._boundaries[cell]
+
+    def _sent_between(self, cell: Cell) -> Boundary:
         name = f"boundary {asdict(cell)}"
         if (sent := self._store.get(name)) is None:
             plan = Plan(**cell.plan, pipe=2, accumulate=2, cuts=(self.names[1],))

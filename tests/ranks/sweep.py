@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch._C import DisableTorchFunctionSubclass as raw
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
-from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.ranks.meeting import Meeting
 from tests.ranks.op_trials import Trial, callable_of, leaves_of, put, tensors_in, tree_map, trials
@@ -429,4 +428,6 @@ def coverage(findings: Sequence[Finding]) -> dict[str, str]:
 
 def part(index: int, of: int) -> list[Any]:
     """One of several parts of the database, of about equal cost."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes a second
+
     return list(op_db)[index::of]

@@ -20,6 +20,8 @@ from espalier.tensor.bucketing import Bucketing
 from espalier.tensor.dispatch import forget
 from espalier.torch_private import inductor
 
+# what compiles imports when it first does
+PRELOAD = ["torch._dynamo.backends.common", "torch._inductor.pattern_matcher"]
 SIZES = {"vocab_size": 24, "max_positions": 8, "layers": 2, "hidden": 16, "heads": 4, "ffn": 24}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

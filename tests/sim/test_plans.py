@@ -73,7 +73,7 @@ UNUSED = {
     "parallel/data/gradients.py:Gradients._used": "what has no gradient here is updated if others have one",
 }
 JUDGED = {
-    "engine/engine.py:Engine._step": "whether a step that leaps is made decides what the host does next",
+    "engine/engine.py:Engine._admits": "whether a step that leaps is made decides what the host does next",
 }
 
 # at most so often: for each layer, for each step, and for each step thrice, on both ranks, in two steps
