@@ -23,6 +23,7 @@ from espalier.mesh import Mesh
 REFUSALS = (RuntimeError, ValueError, IndexError)
 
 _ROOM = 2048  # bytes of an error's words
+_NOTE = "\x1f"  # between an error's words and its notes
 
 
 def looks(mesh: Mesh) -> bool:
@@ -47,7 +48,10 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
         collectives.all_reduce_(failed, mesh, axis, "max").wait()
     if not failed.item():
         return
-    text = b"" if error is None else f"{mesh.world_rank} {type(error).__name__} {error}".encode()[:_ROOM]
+    text = b""
+    if error is not None:
+        said = _NOTE.join([f"{type(error).__name__} {error}", *getattr(error, "__notes__", ())])
+        text = f"{mesh.world_rank} {said}".encode()[:_ROOM]
     words = torch.zeros(1, _ROOM, dtype=torch.uint8, device="cpu")
     words[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     words = words.to(device)
@@ -58,8 +62,10 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
     rank, name, said = message.split(" ", 2)
     if int(rank) == mesh.world_rank and error is not None:
         raise error
+    said, *notes = said.split(_NOTE)
     met = _made(name, said)
-    met.add_note(f"Met by rank {rank}.")
+    for note in (*notes, f"Met by rank {rank}."):
+        met.add_note(note)
     raise met from error
 
 

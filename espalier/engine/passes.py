@@ -27,7 +27,7 @@ from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, GivenBatches, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.report import PeakMemory, Traffic
-from espalier.engine.seen import SeenGradients
+from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
@@ -339,8 +339,8 @@ class Passes(ABC):
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether a parameter shows a gradient, or a piece of one, to the program."""
-        return any(p.grad is not None for p in self.call.module.parameters())
+        """Whether a parameter shows a gradient, or a piece of one, to the program: on all ranks alike."""
+        return any(gradient_seen(p) is not None for p in self.call.module.parameters())
 
     @property
     def may_step(self) -> bool:

@@ -284,6 +284,33 @@ class Drops(Blocks):
         return x
 
 
+class Deep(nn.Module):
+    """As deep as it is told to be; counts in a buffer that it gives."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8) if counts else nn.Identity()
+
+    def forward(self, x: torch.Tensor, depth: int) -> Any:
+        x = self.norm(x)
+        for block in self.blocks[:depth]:
+            x = block(x).tanh()
+        return (x, self.norm.running_mean) if isinstance(self.norm, nn.BatchNorm1d) else x
+
+
+def test_a_forward_that_leaves_out_where_a_stage_begins() -> None:
+    division = split(Deep(), 2, (torch.ones(4, 8), 3), cuts=("blocks.1",))
+    assert len(division.at((torch.ones(4, 8), 2)).stages) == 2
+    with pytest.raises(SplitError, match=r"begin at 'blocks.1', which the model's forward does not call"):
+        division.at((torch.ones(4, 8), 1))
+
+
+def test_what_is_given_as_it_is_belongs_to_the_last_stage() -> None:
+    with pytest.raises(SplitError, match="buffer 'norm.running_mean' is written to in stage 0 and used in"):
+        split(Deep(counts=True), 2, (torch.ones(4, 8), 3), cuts=("blocks.1",))
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -108,14 +108,14 @@ class Divided:
             for s in self._changes(unit) & sources.keys():
                 kind, name = sources[s]
                 written[name] = kind, self.stage(unit.start)
-        for unit in self.units:
-            for name in self._uses(unit) & written.keys():
+        used = [(self._uses(unit), self.stage(unit.start)) for unit in self.units]
+        for names, at in [*used, (self._given(), self.number - 1)]:
+            for name in names & written.keys():
                 kind, stage = written[name]
-                if self.stage(unit.start) != stage:
+                if at != stage:
                     raise SplitError(
-                        f"The {kind} {name!r} is written to in stage {stage} and used in stage "
-                        f"{self.stage(unit.start)} too, which would not see it. Give cuts such that one "
-                        "stage has all its uses."
+                        f"The {kind} {name!r} is written to in stage {stage} and used in stage {at} too, "
+                        "which would not see it. Give cuts such that one stage has all its uses."
                     )
 
     def _refuse_shared_state(self) -> None:
@@ -193,22 +193,27 @@ class Divided:
 
     def uses(self, stage: int) -> set[str]:
         """The parameters and buffers that a stage uses, by name."""
-        names: set[str] = set()
+        names = self._given() if stage == self.number - 1 else set()
         for unit in self.units:
             if self.stage(unit.start) == stage:
                 names |= self._uses(unit)
         return names
 
     def _uses(self, unit: CallSpan) -> set[str]:
-        sources = (
-            self.trace.values[n].source for op in self.trace.ops[unit.start : unit.end] for n in op.reads
-        )
-        names = {name for kind, name in sources if kind in ("parameter", "buffer")}
+        names = self._named(n for op in self.trace.ops[unit.start : unit.end] for n in op.reads)
         if unit.call is not None:
             module = self._modules[unit.call.name]
             every = *module.parameters(), *module.buffers()
             names |= {self._canonical[id(x)] for x in every if id(x) in self._canonical}
         return names
+
+    def _given(self) -> set[str]:
+        """Those that the model gives as they are: the last stage needs them."""
+        return self._named(r.number for r in leaves(self.trace.out, Ref))
+
+    def _named(self, numbers: Iterable[int]) -> set[str]:
+        sources = (self.trace.values[n].source for n in numbers)
+        return {name for kind, name in sources if kind in ("parameter", "buffer")}
 
     # ---- what travels
 

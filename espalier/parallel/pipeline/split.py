@@ -273,7 +273,14 @@ class _Family:
         for candidate in same:
             if candidate.holds(batch):
                 return candidate
-        same.append(Split(self, self.trace(batch), self.cuts))
+        traced = self.trace(batch)
+        if missing := [cut for cut in self.cuts if cut not in _labels(traced)]:
+            raise SplitError(
+                f"Stages begin at {', '.join(map(repr, missing))}, which the model's forward does not call "
+                "this time. Where they begin is found with the first batch, and holds for all: give cuts at "
+                "modules that each forward calls, Plan(cuts=...), or plan without pipe."
+            )
+        same.append(Split(self, traced, self.cuts))
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
         return same[-1]
