@@ -374,6 +374,27 @@ def on_dry(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return shadow
 
 
+class _Written(torch.autograd.Function):
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(x)
+        ctx.device = shadow.device
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return grad, None if grad is None else torch.zeros_like(grad, device=ctx.device)
+
+
+def written_on_dry(x: torch.Tensor, shadow: torch.Tensor) -> None:
+    """Let a plain tensor hang on what was written to :func:`on_dry` of it, as on a mesh with ranks."""
+    if shadow is not x and shadow.requires_grad and torch.is_grad_enabled():
+        _Written.apply(x, shadow)  # type: ignore[no-untyped-call]
+
+
 # straight to C: the Python apply in between serves functorch and costs as much as the call
 _apply: Callable[[torch.Tensor, RedistributePlan], torch.Tensor] = super(torch.autograd.Function, _Move).apply
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from espalier.comm.custom_ops import unrecorded
-from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan, sums_here
+from espalier.comm.redistribute import on_dry, redistribute_by, redistribute_plan, sums_here, written_on_dry
 from espalier.layout import Layout, may_be_empty, same_data
 from espalier.layout.layout import D, R
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
@@ -137,6 +137,10 @@ class CachedCall:
             shards: list[Shard] = []
             gathered: list[torch.Tensor] = []
             call_arguments = args, kwargs
+            local = self._local
+            if self.placed.mesh.is_dry:
+                self._refuse_lost(args, kwargs)
+                local = self._without_data
             if self.holds_addends:
                 _note_addends(call_arguments)
             for m in self.moves:
@@ -152,10 +156,10 @@ class CachedCall:
                     gathered.append(moved)
             if shards:
                 with saving_shards(shards):
-                    out = apart(self._local(func, args, kwargs), gathered)
+                    out = apart(local(func, args, kwargs), gathered)
                 gather_before_backward(out, shards)
             else:
-                out = self._local(func, args, kwargs)
+                out = local(func, args, kwargs)
             if self.marked:
                 keep_in_step(out)
             if self.placed.mesh.is_dry:
@@ -181,15 +185,21 @@ class CachedCall:
         out._layout = self.out
         return out
 
+    def _without_data(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # what is saved for backward must be plain: kernels of the meta device are partly Python, and
+        # would ask a DTensor for its shape
+        plain_ = partial(_plain, mesh=self.placed.mesh)
+        given = args, kwargs
+        args, kwargs = tree_map(plain_, args), tree_map(plain_, kwargs)
+        if not self.placed.mesh.is_member:
+            func, args, kwargs = _staying(func, args, kwargs, self.placed.mesh.outermost.device_type)
+        out = self._local(func, args, kwargs)
+        if self.written is not None and type(written := at(*given, self.written)) is not DTensor:
+            written_on_dry(written, at(args, kwargs, self.written))
+            return out if out is None else written
+        return out
+
     def _local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.placed.mesh.is_dry:
-            self._refuse_lost(args, kwargs)
-            # what is saved for backward must be plain: kernels of the meta device are partly Python, and
-            # would ask a DTensor for its shape
-            plain_ = partial(_plain, mesh=self.placed.mesh)
-            args, kwargs = tree_map(plain_, args), tree_map(plain_, kwargs)
-            if not self.placed.mesh.is_member:
-                func, args, kwargs = _staying(func, args, kwargs, self.placed.mesh.outermost.device_type)
         if self.tail is not None:
             return func(args[0], *self.tail)
         if self.run is not None:

@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function
 
 from espalier.comm import move
 from espalier.comm.custom_ops import recorders, unrecorded
-from espalier.comm.redistribute import on_dry
+from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
@@ -306,6 +306,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 _warn_of(custom.__name__, custom.__module__)
         call = func if custom is None else on_wholes(custom)
         out = call(*local_args, **local_kwargs)
+        if mesh.is_dry and isinstance(target, torch.Tensor) and type(target) is not DTensor:
+            written_on_dry(target, local_args[0])
         averages = _averages(name, args, kwargs)
         for x, value, before in gathered:
             if version(value) != before or x is target or any(x is a for a in averages):

@@ -215,3 +215,18 @@ def test_a_program_takes_the_way_that_its_mask_says() -> None:
             work.append(espalier.dry_run(net, plan, {"x": x, "mask": mask}, **given).flops)
     one, two = 2 * 12 * 16, 2 * 12 * 16 * 2
     assert work[:2] == [one, one] and work[3:5] == [two * 5 // 4] * 2
+
+
+def test_a_plain_tensor_hangs_on_what_is_written_to_it() -> None:
+    mesh = espalier.Mesh.dry({"data": 2})
+    h = espalier.distribute_tensor(torch.ones(4, 3), mesh, [espalier.Shard(0)]).requires_grad_()
+    beside = torch.zeros(4, 6)
+    beside[:, :3] = h
+    beside[:, 3:].copy_(h)
+    assert beside.add_(h.mean()) is beside and beside.requires_grad
+    beside.sum().backward()
+    assert h.grad is not None and h.grad.shape == h.shape
+    masked = torch.zeros(4, 3)
+    with pytest.warns(espalier.GatherWarning):
+        masked[torch.ones(4, dtype=torch.bool)] = h
+    assert masked.requires_grad

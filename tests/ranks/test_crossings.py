@@ -217,6 +217,9 @@ def two_meshes(rank: int, world: int, plots: tuple[Plot, Plot], one_optimizer: b
         if not second.is_member:
             with pytest.raises(ValueError, match=r"this is rank \d"):
                 loss.item()
+    if not first.is_member:
+        with pytest.raises(ValueError, match=r"this is rank \d"):
+            torch.zeros(10, 6, dtype=torch.float64).add_(encoder[0].weight.detach())  # type: ignore[operator]
     for p, right in zip((p for group in groups for p in group), wanted, strict=True):
         assert isinstance(p, DTensor) and isinstance(p, torch.nn.Parameter)
         if p.device_mesh.is_member:
