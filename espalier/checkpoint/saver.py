@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -75,8 +76,10 @@ class Saver:
         """
         self.wait()
         mesh = self.mesh
-        if not self._token:
-            self._token = gather_objects(secrets.token_hex(4), mesh)[0]
+        own = secrets.token_hex(4), socket.gethostname(), str(Path(directory).resolve())
+        of_ranks = gather_objects(own, mesh)
+        self._token = self._token or of_ranks[0][0]
+        _see_one_folder([place for _, *place in of_ranks])
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
@@ -132,6 +135,21 @@ class Saver:
                 except (RuntimeError, ValueError) as met:
                     work.give_up(undo=True)
                     raise CheckpointError(str(met)) from met
+
+
+def _see_one_folder(places: Sequence[Sequence[str]]) -> None:
+    """See that the ranks of a host save to one folder: else each would wait for the others' parts in its own.
+
+    Raises:
+        CheckpointError: they don't; on all ranks.
+    """
+    of_host: dict[str, str] = {}
+    for host, folder in places:
+        if (other := of_host.setdefault(host, folder)) != folder:
+            raise CheckpointError(
+                f"Ranks save one checkpoint to several folders, {other} and {folder}. Give the same on all "
+                "ranks: a name with the time, or with a random part, is to be made by one rank and told."
+            )
 
 
 def index_of(tree: Mapping[str, Lying]) -> dict[str, Boxes]:

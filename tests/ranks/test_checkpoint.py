@@ -335,6 +335,19 @@ def test_files_of_whole_state_dicts(ranks: Any, tmp_path: Path) -> None:
     ranks(2, whole_files, tmp_path)
 
 
+def several_folders(rank: int, world: int, folder: Path) -> None:
+    net = model("gpt")
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": world})
+    engine.train_step(batch(ROWS))
+    with pytest.raises(CheckpointError, match="several folders"):
+        engine.save(folder / str(rank))
+    engine.save(folder / "one")
+
+
+def test_ranks_that_save_to_several_folders_do_not_wait(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, several_folders, tmp_path)
+
+
 def holds_little(rank: int, world: int, folder: Path) -> None:
     """A load takes the memory of what stays, and of two boxes, however large the model is."""
     net = model("gpt", layers=12)
