@@ -90,12 +90,13 @@ def as_one(optimizers: Optimizers) -> torch.optim.Optimizer:
         TypeError: something else is among them.
         ValueError: there is none, or a parameter is in two of them.
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return optimizers
-    parts = list(optimizers)
+    is_one = isinstance(optimizers, torch.optim.Optimizer)
+    parts: list[torch.optim.Optimizer] = [optimizers] if is_one else list(optimizers)  # type: ignore[list-item, arg-type]
     for part in parts:
         if not isinstance(part, torch.optim.Optimizer):
             raise TypeError(f"Expected optimizers of torch.optim, got {type(part).__name__} among them.")
+        if "_optimizer_step_pre_hooks" not in vars(part):  # one around another, which never called ours
+            torch.optim.Optimizer.__setstate__(part, {})
     if not parts:
         raise ValueError(
             "Expected an optimizer or a list of them, got an empty list. To evaluate only, give None."

@@ -352,8 +352,87 @@ def functions_that_torch_compiles(lay: Lay) -> list[Any]:
     return [*losses, *model.parameters()]
 
 
+class Weighed(nn.Module):
+    """Gives a parameter, as it is, beside what it computes; writes into zeros that it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.weights = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.first(x)
+        beside = torch.zeros(len(x), 6)
+        beside[:, :3] = h[:, 3:] * 2
+        beside[:, 3:].copy_(h[:, :3])
+        return self.head(self.second(h.tanh()).tanh() + beside), self.weights
+
+
+def parameters_given(lay: Lay) -> list[Any]:
+    """Losses of several tasks, weighed outside of the model by a parameter of it."""
+    model = Weighed()
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    out: list[Any] = []
+    for step in range(3):
+        x, y = batch(step)
+        given, weights = model(x)
+        loss = (torch.stack([F.cross_entropy(given, y), given.square().mean()]) * weights.exp()).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [*out, *model.state_dict().values()]
+
+
+def optimizers_of_a_part(lay: Lay) -> list[Any]:
+    """Two of a head alone, on a body that is frozen: a stage has nothing that either would update."""
+    model = net()
+    model[:4].requires_grad_(False)
+    optimizers = torch.optim.SGD([model[4].weight], 0.5), torch.optim.Adam([model[4].bias], 0.1)
+    model, *both = lay(model, *optimizers)
+    out: list[Any] = []
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        for optimizer in both:
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+        out.append(loss.item())
+    return [*out, *model.state_dict().values()]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another, which does not call the constructor of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for p, slow in self.slow.items() if self.steps % 2 == 0 else ():
+            slow.add_(p - slow, alpha=0.5)
+            p.copy_(slow)
+
+
+def optimizers_around_others(lay: Lay) -> list[Any]:
+    model = net()
+    model, optimizer = lay(model, Lookahead(torch.optim.Adam(model.parameters(), 0.1)))
+    return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
+
+
 PROGRAMS = (
     functions_that_torch_compiles,
+    parameters_given,
+    optimizers_of_a_part,
+    optimizers_around_others,
     weights_as_a_vector,
     weights_put_aside,
     transforms_of_the_model,
@@ -366,7 +445,14 @@ PROGRAMS = (
     hooks_of_an_optimizer,
     recomputed_drawn_and_averaged,
 )
-STAGED = (averages_of_weights, hooks_of_an_optimizer, recomputed_drawn_and_averaged)
+STAGED = (
+    parameters_given,
+    optimizers_of_a_part,
+    averages_of_weights,
+    hooks_of_an_optimizer,
+    recomputed_drawn_and_averaged,
+)
+STAGES: tuple[dict[str, Any], ...] = ({"pipe": 2}, {"pipe": 2, "recompute": "full"})
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 1},
@@ -385,7 +471,9 @@ def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         torch.manual_seed(0)
         expected = numbers(program(lambda model, *more: (model, *more) if more else model))
-        for plan in (*PLANS, {"pipe": 2}) if program in STAGED else PLANS:
+        for plan in (*PLANS, *STAGES) if program in STAGED else PLANS:
+            if program is optimizers_around_others and "offload" in plan:
+                continue  # that has an optimizer update stand-ins of what it holds
             torch.manual_seed(0)
             given = numbers(
                 program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))
