@@ -30,20 +30,15 @@ from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor, plain
+from espalier.tensor.before import Before, places, reached, slots
 from espalier.tensor.compiled import Region
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
-from espalier.tensor.loans import await_values, written_mark
 from espalier.tensor.saved import Outer, outer_hooks
-from espalier.tensor.traces import Generators, put_back
 from espalier.tensor.ways import Ways
 from espalier.texts import similar
 from espalier.torch_private import function_mode_stack, open_transform, raw
 from espalier.trees import tensors_in, tree_map
-
-Slot = tuple[dict[str, Any], str, Any]
-# attributes that no forward sets
-_INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
 def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
@@ -218,14 +213,15 @@ class _Written:
         if recording():
             return first, again
         if not self._modules:
-            self._modules = _reached(block)
-            self._places = _places(self._modules)
+            self._modules = reached(block)
+            self._places = places(self._modules)
         sizes = [n for m in self._modules for n in (len(vars(m)), len(m._parameters))]
         if sizes != self._sizes:
-            self._slots, self._sizes = _slots(self._modules), sizes
+            self._slots, self._sizes = slots(self._modules), sizes
         modes = tuple(m.training for m in self._modules)
-        tensors = {name: holder[key] for name, holder, key in self._places if holder.get(key) is not None}
-        before = _Before(
+        found = {name: holder.get(key) for name, holder, key in self._places}
+        tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+        before = Before(
             self._modules,
             {n: x for n, x in tensors.items() if not x.is_meta},
             self._names.get(modes),
@@ -239,141 +235,6 @@ class _Written:
         return around, _Around(_Once(again, around), before)
 
 
-class _Before:
-    """What a block's forward may write to beside its outputs, as it is now.
-
-    Values of parameters and buffers; attributes of modules whose forward is not torch's, what lists, dicts
-    and sets among these hold, and the states of generators; those of Python's and NumPy's own. And the
-    tensors that stand in the place of parameters (``torch.func.functional_call``).
-
-    Args:
-        tensors: the parameters and buffers, by name.
-        written: of those that the block is known to write to, the names; None: all may be.
-        slots: what stands where parameters do: each dict, its key, and the tensor.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        tensors: Mapping[str, torch.Tensor],
-        written: set[str] | None,
-        slots: list[Slot],
-    ) -> None:
-        self._slots = slots
-        attributes = [vars(m) for m in modules if not type(m).__module__.startswith("torch.")]
-        self._entries = [(table, _Entries(table)) for table in attributes]
-        self._entries += [(m._buffers, _Entries(m._buffers)) for m in modules if m._buffers]
-        inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
-        self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
-        self._generators: Generators | None = Generators()
-        self._tensors, self._known = tensors, written
-        self._late: dict[str, torch.Tensor] = {}
-        if written is None:
-            self._held = dict(tensors)
-        else:
-            self._held = {name: tensors[name] for name in written if name in tensors}
-        self._values = _values(self._held)
-        self._marks = {name: written_mark(x) for name, x in tensors.items()}
-
-    def settle(self) -> set[str]:
-        """After the first computation: the names of what was written to; what was not needs not be kept."""
-        self._slots = [slot for slot in self._slots if slot[0].get(slot[1]) is slot[2]]
-        for table, then in self._entries:
-            then.settle(table)
-        if self._generators is not None and self._generators.as_now():
-            self._generators = None
-        if self._known is not None:
-            late = {name: x for name, x in self._tensors.items() if written_mark(x) != self._marks[name]}
-            # what they were is not known: so they are left as the first computation leaves them, and no more
-            self._late = {name: x for name, x in late.items() if name not in self._held}
-            return self._known | self._late.keys()
-        with raw():
-            now = {name: plain(x.detach()) for name, x in self._held.items()}
-        before = self._values
-        # of other shapes are parameters that are gathered within the block
-        same = {n: x for n, x in now.items() if x.shape == before[n].shape}
-        # what is written may have had that value: a teacher that begins as its student
-        marked = {n for n in same if written_mark(self._held[n]) != self._marks[n]}
-        names = marked | {n for n, x in same.items() if not torch.equal(x, before[n])}
-        self._held = {name: self._held[name] for name in names}
-        self._values = {name: self._values[name] for name in names}
-        return names
-
-    def swap(self) -> Callable[[], None]:
-        """Let all be as it was; gives what puts it back as it is now."""
-        slots = [(table, key, table.get(key)) for table, key, x in self._slots if table.get(key) is not x]
-        if slots:
-            _stand(self._slots)
-        entries = [(table, _Entries(table, whole=True)) for table, _ in self._entries]
-        for table, then in self._entries:
-            then.put(table)
-        inner = [put_back(x) for x, _ in self._inner]
-        for _, put in self._inner:
-            put()
-        drawn = None if self._generators is None else Generators()
-        if self._generators is not None:
-            self._generators.restore()
-        before = {**self._held, **self._late}
-        values = _values(before)
-        _put(self._held, self._values)
-
-        def back() -> None:
-            _put(before, values)
-            if drawn is not None:
-                drawn.restore()
-            for put in inner:
-                assert put is not None
-                put()
-            for table, now in entries:
-                now.put(table)
-            _stand(slots)
-
-        return back
-
-
-class _Entries:
-    """What a dict of attributes or buffers has.
-
-    Of values with a history, unless all are asked for as a ``whole``, those that are still there after a
-    computation: somebody else has put them there. What the block itself puts there may hang on its past.
-    """
-
-    def __init__(self, table: dict[str, Any], whole: bool = False) -> None:
-        self._names = frozenset(table)
-        with raw():
-            held = {name: x for name, x in table.items() if name not in _INTERNAL}
-            historic = {} if whole else {name: x for name, x in held.items() if _has_history(x)}
-        self._values = {name: x for name, x in held.items() if name not in historic} if historic else held
-        self._with_history = historic
-
-    def settle(self, table: dict[str, Any]) -> None:
-        """After a computation."""
-        if self._with_history:
-            self._values |= {name: x for name, x in self._with_history.items() if table.get(name) is x}
-            self._with_history = {}
-
-    def put(self, table: dict[str, Any]) -> None:
-        """Let it have that again."""
-        for name in table.keys() - self._names:
-            del table[name]
-        for name, x in self._values.items():
-            if table.get(name, _INTERNAL) is not x:
-                table[name] = x
-
-
-def _has_history(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad
-
-
-def _stand(slots: Sequence[Slot]) -> None:
-    """Let tensors stand in their places."""
-    for table, key, x in slots:
-        if x is not None:
-            table[key] = x
-        else:
-            table.pop(key, None)
-
-
 class _Around:
     """A context around a computation of a block.
 
@@ -385,7 +246,7 @@ class _Around:
     def __init__(
         self,
         inner: AbstractContextManager[Any],
-        before: _Before | None = None,
+        before: Before | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._inner, self._before, self._at_end = inner, before, at_end
@@ -427,58 +288,6 @@ class _Once:
 
     def __exit__(self, *error: Any) -> Any:
         return self._entered.__exit__(*error)
-
-
-def _reached(block: nn.Module) -> list[nn.Module]:
-    """The modules in a block, and those that it keeps in lists and dicts, as no submodules."""
-    modules: dict[nn.Module, None] = {}
-    waiting = [block]
-    while waiting:
-        module = waiting.pop()
-        if module not in modules:
-            modules[module] = None
-            waiting += module.children()
-            for x in vars(module).values():
-                if isinstance(x, list | tuple | dict):
-                    inner = x.values() if isinstance(x, dict) else x
-                    waiting += [m for m in inner if isinstance(m, nn.Module)]
-    return list(modules)
-
-
-def _places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]]:
-    """Where modules hold their parameters and buffers: of each a name, the dict, and its name there."""
-    places, seen = [], set()
-    for i, module in enumerate(modules):
-        for table in (module._parameters, module._buffers):
-            for key, x in table.items():
-                if x is not None and id(x) not in seen:
-                    seen.add(id(x))
-                    places.append((f"{i}.{key}", table, key))
-    return places
-
-
-def _slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Where tensors stand that may be swapped for others, as parameters or in their place."""
-    slots = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
-    torchs = (vars(m) for m in modules if type(m).__module__.startswith("torch."))
-    return slots + [
-        (table, key) for table in torchs for key, x in table.items() if isinstance(x, torch.Tensor)
-    ]
-
-
-def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    await_values(tensors.values())
-    with raw(), torch.no_grad():
-        return {name: plain(x.detach()).clone() for name, x in tensors.items()}
-
-
-def _put(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    await_values(tensors.values())
-    with raw(), torch.no_grad():
-        for name, value in values.items():
-            here = plain(tensors[name].data)
-            if here.shape == value.shape:  # else it is a parameter that is gathered within the block
-                here.copy_(value)  # what is saved for backward does not count it as written to
 
 
 class _Cache:

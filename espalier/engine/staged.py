@@ -44,12 +44,14 @@ from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import leaves
+from espalier.parallel.pipeline.remembered import Remembered, hide, show
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
 from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import watching
@@ -75,6 +77,7 @@ class Staged(Passes):
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
+        self._sets: set[tuple[str, str]] | None = None  # tensors, in attributes; None: of no loop yet
         self._copies = StagedCopies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
@@ -164,8 +167,21 @@ class Staged(Passes):
     def calls_whole(self, modules: Iterable[nn.Module]) -> bool:
         return {m for program in self.stages.split.stages for m in program.inner}.issuperset(modules)
 
+    def before(self) -> Before:
+        """What a forward pass may change, as it is now on this rank."""
+        show(self.call.module, self._sets or ())
+        modules, written = reached(self.call.module), self.stages.split.written
+        names = {id(p): name for name, p in self.call.module.named_parameters()}
+        held = [(name, table[key]) for name, table, key in places(modules)]
+        may_change = {
+            name: x
+            for name, x in held
+            if not x.is_meta and (not x.requires_grad or written is None or names.get(id(x)) in written)
+        }
+        return Before(modules, may_change, None, [], whole=True)
+
     def saves(self, name: str) -> bool:
-        return self.stages.homes.get(name, 0) == self._here
+        return self.stages.home(name) == self._here
 
     def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.data is None:  # every rank has the whole model yet
@@ -177,7 +193,7 @@ class Staged(Passes):
             whole = everywhere(x, self.call.mesh).detach().to(dtype)
         else:
             whole = torch.empty(x.shape, dtype=dtype, device=self.mesh.device())
-        return broadcast(whole, self.mesh, self._axis, self.stages.homes.get(name, 0))
+        return broadcast(whole, self.mesh, self._axis, self.stages.home(name))
 
     # ---- passes
 
@@ -253,9 +269,23 @@ class Staged(Passes):
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
         call = ModelRun(self, detached(inputs), rows)
-        return Awaited(call) if torch.is_grad_enabled() else call.value()
+        if not torch.is_grad_enabled():
+            return call.value()
+        if self._sets is None:
+            self._sets = set()
+            call.lay_out()
+            if isinstance(self.stages.split, Undivided):
+                call.value()  # which shows what it sets
+            self._sets |= self.stages.split.tensors
+        self.hide()
+        return Awaited(call)
+
+    def hide(self) -> None:
+        """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
+        hide(self.call.module, self._sets or ())
 
     def _context(self, data: ZeroState) -> StageContext:
+        show(self.call.module, self._sets or ())
         scale = 1.0 if self.scaler is None else self.scaler.scale
         parts = data.gradients.parts
         return StageContext(self.call, self.mesh, self.stages, self.evaluation, parts, scale, self.pulse)
@@ -265,7 +295,9 @@ class Staged(Passes):
         self.data.begin_forward()
         with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
             self.stages.runtime.run(schedule, work.agreed, work)
-        work.leave()
+        sets = work.leave()
+        if self._sets is not None:
+            self._sets |= sets
         if self.mesh.is_dry and self._failure is not None:
             raise self._failure
 
@@ -409,7 +441,7 @@ class Staged(Passes):
 
     def _dtype_of_gradient(self, name: str, p: torch.Tensor) -> torch.dtype | None:
         """Of a parameter of other ranks; None if it has no gradient."""
-        said = b"" if self._board is None else self._board.said(self.stages.homes.get(name, 0))
+        said = b"" if self._board is None else self._board.said(self.stages.home(name))
         unlike = _unlike(said)
         if name not in unlike:
             return p.dtype if p.requires_grad else None
@@ -568,18 +600,31 @@ class MicroBatches:
         if rolling and not mesh.is_dry:
             stream_of(mesh)  # agreed on by all at once, not by one stage alone
             self._dice = Dice(mesh, of.stages.places[max(rolling)])
+        self._remembered: Remembered | None = None
+        self._remember(of.call.module)
+
+    def _remember(self, model: nn.Module) -> None:
+        """Before a model runs, where its modules set attributes or buffers."""
+        if any(split.remembers for split in self._splits) and not self._of.mesh.is_dry:
+            self._remembered = Remembered(model, self._of.mesh)
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
         self._of.pulse.action = action
 
-    def leave(self) -> None:
-        """When all are through."""
+    def leave(self) -> set[tuple[str, str]]:
+        """When all are through; gives the attributes that modules have set to tensors."""
         self._of.pulse.action = ""
         if self._after is not None:
             restore(self._device, self._after)
         if self._dice is not None:
             self._dice.tell()
+        if self._remembered is not None:
+            failed = numbers_of_all([int(self._of.stages.runtime.failure is not None)], self._of.mesh)
+            if not any(failure for (failure,) in failed):
+                self._remembered.tell()
+                return self._remembered.tensors
+        return set()
 
     def _typed(self, part: Any) -> Any:
         return self._call.batches.typed(part)
@@ -705,6 +750,7 @@ class Prediction(MicroBatches):
     def take(self, model: nn.Module) -> None:
         """Have it of another model of the same modules."""
         self._splits = [split.on(model) for split in self._splits]
+        self._remember(model)
 
     def everywhere(self, source: int) -> Any:
         """The output on all ranks."""

@@ -2,7 +2,7 @@
 
 On one process the output is there when the model was called. In a pipeline it is computed in the pass that
 trains, or, where a value is asked for before, in a forward pass of its own: that draws the same random
-numbers and leaves buffers and generators as they were, so that looking at a loss changes nothing.
+numbers and leaves buffers, attributes and generators as they were, so that looking at a loss changes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import TorchState, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, restore, states
 from espalier.tensor.traces import Generators
 from espalier.torch_private import raw
@@ -45,6 +46,8 @@ class StagedPasses(Protocol):
 
     @property
     def stages(self) -> Stages: ...
+    def before(self) -> Before: ...
+    def hide(self) -> None: ...
     def lay_out(self, inputs: Any) -> None: ...
     def output(self, inputs: Any) -> Any: ...
     def forward(self, batch: Any) -> torch.Tensor: ...
@@ -78,6 +81,10 @@ class ModelRun:
     def device(self) -> torch.device:
         """This rank's."""
         return self._passes.mesh.device()
+
+    def lay_out(self) -> None:
+        """Lay the model out for its inputs, unless it is."""
+        self._passes.lay_out(self._parts(self._inputs)[0][0])
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -136,7 +143,9 @@ class ModelRun:
             )
         parts, own = self._parts(self._inputs)
         passes.lay_out(parts[0])  # after which buffers are others
-        with self._untouched(), self._as_called():
+        if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
+            parts, own = self._parts(self._inputs, whole=True)  # what it remembers is of one call
+        with self._untouched() if self._state.grad else nullcontext(), self._as_called():
             outputs = [passes.output(part) for part in parts]
         if len(parts) == 1 or all(x.ndim for x in leaves(outputs[0], torch.Tensor)):
             return _joined(outputs, own)
@@ -148,10 +157,8 @@ class ModelRun:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """While open, passes may be made that leave no trace: they draw what the training pass draws."""
-        device, module = self._passes.mesh.device(), self._passes.call.module
-        before, of_python = states(device), Generators()
-        with raw():
-            buffers = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
+        device = self._passes.mesh.device()
+        drawn, before = states(device), self._passes.before()
         if self._drawn_from is not None:
             torchs, others = self._drawn_from
             restore(device, torchs)
@@ -159,11 +166,10 @@ class ModelRun:
         try:
             yield
         finally:
-            restore(device, before)
-            of_python.restore()
-            with raw(), torch.no_grad():
-                for x, saved in buffers:
-                    x.copy_(saved)
+            restore(device, drawn)
+            before.put()
+            if self._state.grad and self._drawn_from is None:
+                self._passes.hide()
 
     @contextmanager
     def _as_called(self) -> Iterator[None]:
@@ -175,10 +181,10 @@ class ModelRun:
         finally:
             call.asked = None
 
-    def _parts(self, batch: Any) -> tuple[list[Any], list[Own | None]]:
-        """Its micro-batches, of all ranks, and which rows of each are this rank's."""
+    def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
+        """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
         batches = self._passes.call.batches
-        parts = batches.cut(batch)
+        parts = [batch] if whole else batches.cut(batch)
         if not self._is_own:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]

@@ -371,6 +371,13 @@ class Stages:
         self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
         self.shape_inference: Callable[..., InferredShapes]
 
+    def home(self, name: str) -> int:
+        """The coordinate on the axis ``pipe`` that counts a parameter or buffer; it may have come later."""
+        if name in self.homes:
+            return self.homes[name]
+        owner = self._model.get_submodule(name.rpartition(".")[0])
+        return next((self.places[of.number] for of in self.split.stages if owner in of.inner), 0)
+
     def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
         """Before the model is laid out: make its twin.
 
@@ -462,7 +469,8 @@ class Undivided:
     def __init__(self, model: nn.Module, number: int) -> None:
         self._model, last = model, number - 1
         self.cuts: tuple[str, ...] = ()
-        self.dice = last
+        self.dice, self.remembers, self.written = last, True, None
+        self.tensors: set[tuple[str, str]] = set()
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last
         rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last

@@ -236,7 +236,7 @@ class Swapped(nn.Module):
 
 def test_a_block_that_does_something_else_the_second_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(Swapped())
-    monkeypatch.setattr("espalier.engine.recompute._Before.swap", lambda self: lambda: None)  # knows of it
+    monkeypatch.setattr("espalier.tensor.before.Before.swap", lambda self: lambda: None)  # knows of it
     recompute(net, {"0": "selective"}, "whole")
     with pytest.raises(RuntimeError, match=r"leave this block out of recompute"):
         net(torch.randn(4, 4)).backward()

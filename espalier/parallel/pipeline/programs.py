@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from espalier.parallel.pipeline.record import (
     mapped,
     name_of,
 )
-from espalier.tensor.observers import user_frame
 
 
 class SentValue(NamedTuple):
@@ -73,10 +71,10 @@ class Divided:
             self._find_uses()
             if not self._open_leaks():
                 break
-        refuse_lost(trace, self.bounds, self.units, self._modules, stand_ins)
+        self.repeated = self._repeated()
+        refuse_lost(trace, self.repeated, self.units, self._modules, stand_ins)
         self._refuse_shared_values()
         self._refuse_shared_state()
-        self._tell_of_lost_state()
 
     # ---- units
 
@@ -98,6 +96,11 @@ class Divided:
             return False  # what it reads is known where the program is chosen
         return any(not self._is_local(op) for op in inner)
 
+    def _repeated(self) -> set[str]:
+        """The names of modules of whose forwards stages repeat the calls of torch, and not Python."""
+        divided = {c.name for c in self.trace.calls if any(c.start < b < c.end for b in self.bounds)}
+        return divided.union(c.name for u in self.units if u.call is None for c in self.trace.chain(u.start))
+
     def _loses(self, call: ModuleCall) -> bool:
         return call.name in self.trace.changed or self._stand_ins.hooked(self._modules[call.name])
 
@@ -118,6 +121,14 @@ class Divided:
                         "which would not see it. Give cuts such that one stage has all its uses."
                     )
 
+        for unit in filter(self._is_asked, self.units):
+            for _, name in self._origins(unit.start) & {("buffer", name) for name in written}:
+                raise SplitError(
+                    f"{name_of(self.trace.ops[unit.start].func)} in {self.trace.where(unit.start)}, which is "
+                    f"divided among stages, reads the buffer {name!r}, to which one of them writes: others "
+                    "would not know when to go another way. Read it in the module that writes to it."
+                )
+
     def _refuse_shared_state(self) -> None:
         """What modules remember beside tensors, and generators that are not torch's, are each rank's own."""
         called: dict[str, set[int]] = {}
@@ -130,6 +141,14 @@ class Divided:
                     f"{', '.join(self.trace.changed[name])}, of which each stage would know its own calls "
                     "alone. Give cuts such that one stage has all of them."
                 )
+        for name, holding in self.trace.sharing.items():
+            stages = set().union(*(called.get(other, set()) for other in holding))
+            if len(stages) > 1:
+                raise SplitError(
+                    f"{', '.join(map(repr, sorted(holding)))} hold one object that the forward of {name!r} "
+                    f"changes, and are called in the stages {sorted(stages)}, of which each would have its "
+                    "own. Give cuts such that one stage has all of them."
+                )
         rolling = set().union(*(called.get(name, set()) for name in self.trace.dice))
         if len(rolling) > 1:
             raise SplitError(
@@ -138,18 +157,6 @@ class Divided:
                 "them with torch (torch.rand), or give cuts such that one stage has all of them."
             )
         self.dice = next(iter(rolling), None)
-
-    def _tell_of_lost_state(self) -> None:
-        """What the forward of a module remembers that is divided itself, no stage does."""
-        for call in self.trace.calls:
-            lost = [said for said in self.trace.changed.get(call.name, ()) if said.startswith("sets ")]
-            if lost and self.stage(call.start) != self.stage(max(call.start, call.end - 1)):
-                warnings.warn(
-                    f"The forward of {call.name or 'the model'!r} {', '.join(lost)} each time that it is "
-                    "called. It is divided among stages, which don't do that again: who reads it, the next "
-                    "forward too, finds what was there before. Keep it in a module that lies in one stage.",
-                    stacklevel=user_frame()[0],
-                )
 
     def _changes(self, unit: CallSpan) -> set[int]:
         return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}
@@ -296,26 +303,31 @@ class Divided:
     def guards(self) -> tuple[ProgramBody, list[Any]] | None:
         """The steps that read the batch for Python's control flow, and what they read; None if there are "
         "none."""
-        reads = [CallSpan(i, i + 1, None) for i, op in enumerate(self.trace.ops) if op.read]
-        reads = [u for u in reads if self._hangs_on_batch(u.start)]
+        reads = [u for u in self.units if self._is_asked(u) and self._origins(u.start)]
         if not reads:
             return None
         return self._body(reads, set(), set(), len(self.trace.ops)), [
             self.trace.ops[u.start].out for u in reads
         ]
 
-    def _hangs_on_batch(self, op: int) -> bool:
+    def _is_asked(self, unit: CallSpan) -> bool:
+        """Whether Python's control flow reads it, where stages repeat no Python."""
+        return unit.call is None and self.trace.ops[unit.start].read
+
+    def _origins(self, op: int) -> set[tuple[str, Any]]:
+        """What of the batch, and which buffers, an operation depends on."""
         seen: set[int] = set()
+        origins: set[tuple[str, Any]] = set()
         waiting = [op]
         while waiting:
             for n in self.trace.ops[waiting.pop()].reads:
                 kind, at = self.trace.values[n].source
                 if kind in ("batch", "buffer"):
-                    return True
+                    origins.add((kind, at))
                 if kind == "op" and at not in seen:
                     seen.add(at)
                     waiting.append(at)
-        return False
+        return origins
 
     def _body(self, units: Iterable[CallSpan], keep: set[int], received: set[int], end: int) -> ProgramBody:
         units = list(units)
@@ -339,8 +351,10 @@ class Divided:
         """The operations that make local values, and what they need."""
         ops: set[int] = set()
         writers: dict[int, list[int]] = {}
+        kept = {v.storage for v in self.trace.values if v.source[0] in ("parameter", "buffer", "constant")}
         for i, op in enumerate(self.trace.ops[:end]):
-            for s in op.writes if op.local else ():
+            called = self._of_op[i].call is not None  # then it is the module that writes to what it keeps
+            for s in (op.writes - kept if called else op.writes) if op.local else ():
                 writers.setdefault(s, []).append(i)
         waiting = list(demanded)
         seen = set(waiting)
@@ -404,7 +418,7 @@ _PLAIN = (
 
 def refuse_lost(
     trace: Trace,
-    bounds: Sequence[int],
+    repeated: Iterable[str],
     units: Sequence[CallSpan],
     modules: Mapping[str, nn.Module],
     stand_ins: ModelStandIns,
@@ -415,8 +429,7 @@ def refuse_lost(
         SplitError: a module that is divided has hooks or changes itself, or one that is called whole uses
             what it was not given.
     """
-    divided = {c.name for c in trace.calls if any(c.start < b < c.end for b in bounds)}
-    for name in sorted(divided.union(c.name for u in units if u.call is None for c in trace.chain(u.start))):
+    for name in sorted(repeated):
         said = f"{name or 'the model'!r} ({type(modules[name]).__name__})"
         if stand_ins.hooked(modules[name]):
             raise SplitError(

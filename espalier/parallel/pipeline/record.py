@@ -19,10 +19,12 @@ from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, layout_of
-from espalier.tensor.traces import ABSENT, Apart, apart
+from espalier.tensor.traces import ABSENT, Apart, apart, put_back
 from espalier.torch_private import DispatchMode, FakeTensorMode, raw
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
+
+_OF_MODEL = ("parameter", "buffer")
 
 
 class SplitError(ValueError):
@@ -156,6 +158,9 @@ class Trace:
         state: around the model.
         device: on which it was traced.
         changed: what each module's forward did that is not in the ops.
+        remembers: whether any set attributes or buffers, be it the first time alone.
+        tensors: the attributes that hold tensors then, by module's name and their own.
+        sharing: of modules that set what others hold, too (a dict, say), the names of these.
         dice: names of the modules that draw random numbers which are not torch's.
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
@@ -173,11 +178,20 @@ class Trace:
     inputs: list[int] = field(default_factory=list)
     sources: dict[tuple[str, str], int] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
+    remembers: bool = False
+    tensors: set[tuple[str, str]] = field(default_factory=set)
+    sharing: dict[str, set[str]] = field(default_factory=dict)
     dice: set[str] = field(default_factory=set)
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
+
+    @property
+    def written(self) -> set[str]:
+        """The names of parameters and buffers that are written to."""
+        written = {s for op in self.ops for s in op.writes}
+        return {v.source[1] for v in self.values if v.source[0] in _OF_MODEL and v.storage in written}
 
     def answered(self, start: int, call: ModuleCall | None) -> tuple[Answer, ...]:
         """What was asked within a call, or by an operation; nothing where torch read nothing."""
@@ -594,19 +608,33 @@ class ModelStandIns:
 
     @staticmethod
     def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
-        """The Python attributes of all modules of a copy, for :meth:`changes`."""
-        return {name: _attributes(m) for name, m in model.named_modules()}
+        """The Python attributes of all modules, and what their buffers are, for :meth:`changes`."""
+        return {name: _remembered(m) for name, m in model.named_modules()}
 
     @staticmethod
     def changes(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-        """The names of attributes that are others now, by module."""
+        """The names of attributes and buffers that are others now, by module."""
         changed = {}
         for name, m in model.named_modules():
-            was, now = before[name], _attributes(m)
-            keys = [k for k in {**was, **now} if k not in was or k not in now or not _equal(was[k], now[k])]
+            was, now = before[name], _remembered(m)
+            keys = [k for k in {**was, **now} if k not in was or k not in now or not equal(was[k], now[k])]
             if keys:
                 changed[name] = keys
         return changed
+
+    @staticmethod
+    def sharing(model: nn.Module, changes: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+        """For modules whose attributes have changed, all that hold one of these objects."""
+        holders: dict[int, set[str]] = {}
+        for name, m in model.named_modules():
+            for key, x in vars(m).items():
+                if key not in _HELD and (isinstance(x, torch.Tensor) or put_back(x) is not None):
+                    holders.setdefault(id(x), set()).add(name)
+        sharing: dict[str, set[str]] = {}
+        for name, keys in changes.items():
+            attributes = vars(model.get_submodule(name))
+            sharing[name] = set().union(*(holders.get(id(attributes.get(key)), set()) for key in keys))
+        return {name: holding for name, holding in sharing.items() if len(holding) > 1}
 
     def _as_made(self, m: nn.Module) -> dict[str, Any]:
         """What a module's author made of it, where this library has put its own."""
@@ -653,20 +681,42 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     return list(configs.values())
 
 
-def _attributes(m: nn.Module) -> dict[str, Any]:
+def is_of_torch(m: nn.Module) -> bool:
+    """Whether it is one of torch's own modules, which remember in buffers alone."""
+    return type(m).__module__.startswith("torch.")
+
+
+def _remembered(m: nn.Module) -> dict[str, Any]:
+    """What a forward may set: of tensors, how often they were written to, too; of buffers, which they are."""
+    with raw():
+        attributes = {k: _marked(x) for k, x in attributes_of(m).items()}
+    return {**attributes, **m._buffers}
+
+
+def _marked(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
+        return x, 0 if x.is_inference() else x._version
+    if type(x) in (list, tuple):
+        return type(x)(map(_marked, x))
+    return {k: _marked(y) for k, y in x.items()} if type(x) is dict else x
+
+
+def attributes_of(m: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that it or others may set."""
     attributes = {k: x for k, x in vars(m).items() if k not in (*_HELD, *HOOKS, *_BESIDE)}
     return {k: type(x)(x) if type(x) in (list, dict, set) else x for k, x in attributes.items()}
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
+    """Whether attributes are the same; tensors, if they are one."""
     if type(a) is not type(b):
         return False
     if type(a) in (list, tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, weakref.ref):  # whose == is that of what they refer to: an operation, of tensors
         return a() is b()
     if type(a) is dict:
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     try:
         return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
     except Exception:

@@ -24,9 +24,10 @@ from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire
 from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
+from espalier.tensor.before import Before, reached
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.traces import Apart, Generators, on_meta, put_back, untraced
+from espalier.tensor.traces import Apart, on_meta, put_back, untraced
 from espalier.torch_private import raw
 from espalier.trees import flatten, unflatten
 
@@ -106,6 +107,8 @@ class ShapeInference:
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
+                for name, b in ours._buffers.items():
+                    _follow(theirs._buffers, name, b)
             for p, dry_p in zip(self._model.parameters(), self._twin.parameters(), strict=True):
                 dry_p.requires_grad = p.requires_grad
             dry = unflatten([self._bare(x) for x in leaves], form)
@@ -130,7 +133,7 @@ class ShapeInference:
         loss_of: Callable[[Any], Any] | None,
     ) -> InferredShapes:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
-        before, of_python = states(device), Generators()
+        drawn, before = states(device), Before(reached(self._twin), {}, None, [], whole=True)
         own = [put_back(x) for program in programs for x in program.generators()]
         wires, rebuilds, draws = [], [], []
         alone: dict[int, SingleRank] = {}
@@ -162,12 +165,19 @@ class ShapeInference:
                 rebuilds.append(rebuild)
                 received = partial(_received, tensors, bare, rebuild)
         finally:
-            restore(device, before)
-            of_python.restore()
+            restore(device, drawn)
+            before.put()
             for back in filter(None, own):
                 back()
         returns = graph.returns()
         return InferredShapes(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
+
+
+def _follow(buffers: dict[str, Any], name: str, b: torch.Tensor | None) -> None:
+    """Let a twin have a buffer as its original has it now: one that came later, or has another shape."""
+    was = buffers.get(name)
+    if b is None or was is None or (was.shape, was.dtype) != (b.shape, b.dtype):
+        buffers[name] = None if b is None else torch.empty(b.shape, dtype=b.dtype, device="meta")
 
 
 class _Graph:

@@ -8,6 +8,7 @@ modules is repeated call by call. The model itself is not changed.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -28,19 +29,24 @@ from espalier.parallel.pipeline.record import (
     TorchState,
     Trace,
     ValuesError,
+    attributes_of,
+    equal,
     leaves,
     mapped,
 )
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
+from espalier.tensor.observers import user_frame
 from espalier.texts import similar
 from espalier.torch_private import disable_modes, getter, raw
 
 Runner = Callable[["StageProgram", Env, torch.device], None]
 _TRACES = 64  # kept for batches of different shapes
+_ALIKE = 16  # and of the same shapes
 _dtype = getter("dtype")
 _requires_grad = getter("requires_grad")
+_NOT_ASKED = ("training", "forward")  # of which a trace is told otherwise
 _INTENSITY = 10  # operations that take as long as moving a byte
 
 
@@ -175,6 +181,8 @@ class Split:
         segments: what the model consists of between possible cuts, with its costs.
         whole: why modules that were to be divided lie in one stage.
         dice: the stage that draws random numbers which are not torch's; None: none does.
+        remembers: whether modules set attributes or buffers.
+        tensors: the attributes that they set to tensors, by module's name and their own.
     """
 
     def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
@@ -182,7 +190,10 @@ class Split:
         divided = Divided(traced, _bounds(traced, cuts), family.model, family.stand_ins)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
-        self.dice = divided.dice
+        self._attributes = [
+            (m, _said_of(m)) for m in map(family.model.get_submodule, sorted(divided.repeated))
+        ]
+        self.dice, self.remembers, self.tensors = divided.dice, traced.remembers, traced.tensors
         self.segments, self.whole = family.segments, tuple(family.whole.values())
 
     def on(self, model: nn.Module) -> Split:
@@ -199,6 +210,11 @@ class Split:
         """:meth:`at` of each; what the model is like is looked at once."""
         state = self._family.state()
         return [self._family.at(batch, state) for batch in batches]
+
+    @property
+    def written(self) -> set[str]:
+        """The names of parameters and buffers that the forward writes to, for batches of whatever shape."""
+        return self._family.written
 
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
@@ -218,7 +234,9 @@ class Split:
         return stages_of
 
     def holds(self, batch: Any) -> bool:
-        """Whether what Python's control flow read of its batch is what this one has."""
+        """Whether its modules are as they were, and what Python's control flow read of its batch, too."""
+        if not all(equal(_said_of(m), said) for m, said in self._attributes):
+            return False
         if self._guards is None:
             return True
         body, wanted = self._guards
@@ -251,16 +269,20 @@ class _Family:
         self.is_cut = is_cut
         self.whole: dict[str, ValuesError] = {}
         self.segments: list[Segment] = []
+        self.written: set[str] = set()
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._held = [m._parameters for m in self._modules if m._parameters]
+        self._buffers = [m._buffers for m in self._modules]
 
     def trace(self, batch: Any) -> Trace:
         with disable_modes():  # who counts memory or operations is not to count these
             while True:
                 try:
-                    return trace(mapped(_plain, batch), self.device, self.stand_ins, self.whole)
+                    traced = trace(mapped(_plain, batch), self.device, self.stand_ins, self.whole)
+                    self.written |= traced.written
+                    return traced
                 except ValuesError as error:
                     if not error.module or self.is_cut or error.module in self.whole:
                         raise
@@ -280,6 +302,9 @@ class _Family:
                 "this time. Where they begin is found with the first batch, and holds for all: give cuts at "
                 "modules that each forward calls, Plan(cuts=...), or plan without pipe."
             )
+        if len(same) == _ALIKE:
+            del same[0]
+            _tell_of_traces()
         same.append(Split(self, traced, self.cuts))
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
@@ -320,7 +345,12 @@ class _Family:
                 for p in table.values()
                 if p is not None
             )
-        return tuple([m.training for m in self._modules]), kinds, TorchState.now(self.device.type)
+        buffers = tuple(
+            (i, *(name for name, b in table.items() if b is not None))
+            for i, table in enumerate(self._buffers)
+            if table
+        )
+        return tuple([m.training for m in self._modules]), kinds, buffers, TorchState.now(self.device.type)
 
 
 def split(
@@ -566,6 +596,24 @@ def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
 
 def _has_tensors(m: nn.Module) -> bool:
     return bool([*m.parameters(), *m.buffers()])
+
+
+def _tell_of_traces() -> None:
+    warnings.warn(
+        f"The model was traced {_ALIKE} times for batches of one shape, and is again: attributes of modules "
+        "that are divided among stages have other values each time, or the forward reads other ones of the "
+        "batch. Keep a number that changes in a buffer, or in a module that lies in one stage.",
+        stacklevel=user_frame()[0],
+    )
+
+
+def _said_of(m: nn.Module) -> dict[str, Any]:
+    """What the program, or modules within, may have set of a module and its forward may ask for."""
+    return {
+        name: x
+        for name, x in attributes_of(m).items()
+        if name not in _NOT_ASKED and not type(x).__module__.startswith("espalier.")
+    }
 
 
 def _plain(x: Any) -> Any:

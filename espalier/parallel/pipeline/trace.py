@@ -35,7 +35,9 @@ from espalier.parallel.pipeline.record import (
     Value,
     ValuesError,
     called,
+    equal,
     heard,
+    is_of_torch,
     leaves,
     mapped,
     name_of,
@@ -52,6 +54,7 @@ from espalier.torch_private import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from espalier.trees import tensors_in
 
 # what a module that is called whole may do and a trace of fake tensors cannot
 _HIDDEN = (
@@ -61,6 +64,7 @@ _HIDDEN = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
+_COMPARED = (int, float, complex, str, type(None), torch.dtype)
 _NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
 
 
@@ -88,13 +92,49 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
             module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         before = stand_ins.snapshot(twin.module)
         recorded = _recorded(twin, device, fake, whole)
-        if stand_ins.changes(twin.module, before):
+        if changes := stand_ins.changes(twin.module, before):
+            modules = dict(twin.module.named_modules())
+            recorded.remembers = not all(is_of_torch(modules[name]) for name in changes)
+            recorded.sharing = stand_ins.sharing(twin.module, changes)
+            recorded.tensors = {
+                (name, key)
+                for name, keys in changes.items()
+                for key in keys
+                if not is_of_torch(modules[name]) and tensors_in([vars(modules[name]).get(key)])
+            }
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before = stand_ins.snapshot(twin.module)
-            _recorded(twin, device, fake, whole)
+            again = _recorded(twin, device, fake, whole)
             for name, keys in stand_ins.changes(twin.module, before).items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+            for name in _unlike(recorded, again):
+                said = recorded.changed.setdefault(name, [])
+                said += [] if said else ["does something else when it is called again"]
     return recorded
+
+
+def _unlike(first: Trace, again: Trace) -> list[str]:
+    """The modules that compute something else in a second run: not only what depends on the batch alone."""
+    one, other = _by_module(first), _by_module(again)
+    return [name for name in one if not equal(one[name], other.get(name))]
+
+
+def _by_module(trace: Trace) -> dict[str, list[Any]]:
+    """What each module's forward does itself, with shapes in the place of tensors."""
+
+    def described(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x if isinstance(x, _COMPARED) else type(x)
+        value = trace.values[x.number]
+        return "local" if value.local else tuple(value.tensor.shape)
+
+    done: dict[str, list[Any]] = {}
+    for op in trace.ops:
+        if not op.local:
+            name = trace.calls[op.call].name if op.call >= 0 else ""
+            given = leaves(mapped(described, (op.args, op.kwargs)))
+            done.setdefault(name, []).append([op.func, *given])
+    return done
 
 
 @contextlib.contextmanager

@@ -1,0 +1,305 @@
+"""What models remember of their forwards beside parameters: in stages of a pipeline as on one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+from espalier.parallel.compose import UndividedWarning
+
+TOLERANCE = 1e-10
+
+
+class Net(nn.Module):
+    """Four layers, of which the two in the middle may remember something."""
+
+    def __init__(self, kind: Callable[[], nn.Module] = lambda: nn.Linear(8, 8)) -> None:
+        super().__init__()
+        self.enter, self.b, self.c, self.out = nn.Linear(6, 8), kind(), kind(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.c(self.b(torch.tanh(self.enter(x)))))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+
+class Rebinds(Layer):
+    """A load that is bound anew, a count, a list, a tensor that is written to, an average that comes late."""
+
+    load: Any
+    none: Any
+    mean: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(8))
+        self.register_buffer("none", None)
+        self.calls, self.seen, self.kept = 0, [torch.zeros(8)], torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(8))
+        out = torch.tanh(self.l(x) - 0.1 * self.load - 0.1 * self.mean + 0.1 * self.seen[-1] + self.kept)
+        if self.training:
+            self.load = self.load + out.detach().square().mean(0)
+            self.none = self.load if self.none is None else 0.5 * self.none
+            self.seen.append(out.detach().mean(0))
+            self.kept.mul_(0.9).add_(0.1 * self.seen[-1])
+            with torch.no_grad():
+                self.mean.lerp_(out.mean(0), 0.3)
+        return out * (1 + 0.1 * self.calls)
+
+
+class Cell(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.l(x) + (0 if self.h is None else self.h))
+        self.h = x.detach()
+        return x
+
+
+class Codebook(Layer):
+    """Follows what it quantizes; begins with what comes first."""
+
+    done: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(5, 8), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.register_buffer("done", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.l(x)
+        with torch.no_grad():
+            if self.training and self.done.item() == 0:
+                self.shift.copy_(-z.mean(0))
+                self.done.fill_(1)
+            near = F.one_hot(torch.cdist(z, self.book).argmin(-1), 5).to(z.dtype)
+            if self.training:
+                self.book.mul_(0.9).add_(0.1 * (near.T @ z))
+        return 0.5 * z + 0.5 * (near @ self.book) + self.shift
+
+
+class Recurrent(nn.Module):
+    """Cannot be divided, and goes on from what it found last."""
+
+    load: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 4)
+        self.h: Any = None
+        self.register_buffer("load", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, h = self.rnn(x[:, None], self.h)
+        self.h = tuple(part.detach() for part in h)
+        self.load = self.load + out.detach().mean((0, 1))
+        return self.head(out[:, 0] - 0.01 * self.load)
+
+
+class Counts(Net):
+    """Every second call goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.enter(x))
+        return self.out(self.c(torch.tanh(self.b(x)) if self.calls % 2 else x))
+
+
+class First(Net):
+    """The first call alone is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_new = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.is_new:
+            self.is_new = False
+            return 2 * x
+        return x
+
+
+class Tempered(Net):
+    """Is told a temperature by the program, which also registers a scale late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Any) -> torch.Tensor:
+        x = self.c(torch.tanh(self.b(torch.tanh(self.enter(x)))))
+        return self.out(x * self.b.scale if hasattr(self.b, "scale") else x) / self.temperature
+
+
+class Shares(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"n": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state["n"] += 1
+        return torch.tanh(self.l(x)) * (1 + 0.1 * self.state["n"])
+
+
+class Shared(Net):
+    """Two layers that change one dict."""
+
+    def __init__(self) -> None:
+        super().__init__(Shares)
+        vars(self.c)["state"] = vars(self.b)["state"]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "rebinds": lambda: Net(Rebinds),
+    "cell": lambda: Net(Cell),
+    "codebook": lambda: Net(Codebook),
+    "recurrent": Recurrent,
+    "counts": Counts,
+    "first": First,
+    "tempered": Tempered,
+    "shared": Shared,
+}
+WHOLE = {"recurrent", "counts", "first"}  # which cannot be divided
+OF_ROWS = {"cell", "recurrent"}  # remember rows: a micro-batch's are others
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 1) -> list[Any]:
+    """Losses, asked for before and after backward or not; evaluations; state dicts; what modules remember."""
+    torch.manual_seed(0)
+    model: Any = MODELS[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    given = model
+    if plan is not None:
+        options: dict[str, Any] = {"count": lambda rows: 8 // parts} if parts > 1 else {}
+        given, optimizer = espalier.prepare(model, optimizer, plan=plan, **options)
+    out: list[Any] = []
+    for step in range(5):
+        if kind == "tempered":
+            given.temperature = 1.0 + step // 2
+            if step == 2:
+                model.b.register_buffer("scale", torch.full((8,), 1.5))
+        x, y = batch(step)
+        optimizer.zero_grad()
+        if plan is None:
+            total = 0.0
+            for some, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                loss = F.cross_entropy(model(some), labels) / parts
+                loss.backward()
+                total += loss.item()
+            out.append(total)
+        else:
+            loss = F.cross_entropy(given(x), y)
+            if step % 2 == 0:
+                before = loss.item()
+            loss.backward()
+            out.append(loss.item())
+            assert step % 2 or abs(before - out[-1]) < TOLERANCE
+        optimizer.step()
+        if step == 1:
+            given.eval()
+            with torch.no_grad():
+                out.append(given(batch(50)[0]))
+            given.train()
+        if step == 3 and plan is not None:
+            given.engine.save(folder)
+            given.engine.load(folder)
+    given.eval()
+    with torch.no_grad():
+        out.append(given(batch(51)[0]))
+    out += [x for _, x in sorted(given.state_dict().items())]
+    for module in model.modules():
+        found = vars(module)
+        out += [found[key] for key in ("calls", "kept") if key in found]
+        out += found.get("seen", ())
+        h = found.get("h")
+        out += list(h) if isinstance(h, tuple) else [] if h is None else [h]
+    return [espalier.full_tensor(torch.as_tensor(x)).detach().flatten().double().clone() for x in out]
+
+
+def compared(rank: int, world: int, plans: list[dict[str, Any]], folder: Path) -> None:
+    for plan in plans:
+        parts = plan.get("accumulate", 1)
+        for kind in MODELS:
+            if parts > 1 and kind in OF_ROWS:
+                continue
+            expected = followed(kind, None, folder, parts)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                given = followed(kind, plan, folder / f"{kind}{plans.index(plan)}", parts)
+            assert (kind in WHOLE) == any(w.category is UndividedWarning for w in caught), kind
+            assert len(given) == len(expected), kind
+            for i, (a, b) in enumerate(zip(given, expected, strict=True)):
+                assert a.shape == b.shape and (a - b).abs().max() < TOLERANCE, f"{kind} under {plan}: {i}"
+
+
+def in_float64(rank: int, world: int, plans: list[dict[str, Any]], folder: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        compared(rank, world, plans, folder)
+        if world == 2:
+            told_of_what_the_loss_hangs_on()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Routed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.l(x))
+        self.aux = out.square().mean()
+        return out
+
+
+def told_of_what_the_loss_hangs_on() -> None:
+    """A loss of what modules keep would take what the last step has left there."""
+    model: Any = Net(Routed)
+    given, _ = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": 2})
+    x, y = batch(0)
+    loss = F.cross_entropy(given(x), y)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"b\.aux is set by the model's forward"):
+            0.1 * model.b.aux
+        with pytest.raises(ValueError, match=r"b\.aux is set by the model's forward"):
+            (loss + model.b.aux).backward()
+        with pytest.raises(ValueError, match=r"c\.aux is set by the model's forward"):
+            sum([model.c.aux, model.b.aux])
+        assert loss.item() > 0
+    loss.backward()
+    assert model.b.aux > 0 and model.c.aux > 0
+
+
+def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, in_float64, [{"pipe": 2}, {"pipe": 2, "accumulate": 2}], tmp_path / "2")
+    ranks(4, in_float64, [{"pipe": 2, "data": 2, "zero": 3}, {"pipe": 2, "tensor": 2}], tmp_path / "4")
