@@ -268,7 +268,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Any:
     custom = function_of(func)
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", getattr(func, "name", str(func)))  # the second of TorchScript
     layouts: list[Layout] = []
     target = args[0] if args and writes(func) else None
     gathered: list[tuple[DTensor, torch.Tensor, int]] = []

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.func
@@ -109,7 +109,31 @@ def install() -> None:
     install_steps()
     install_attention()
     follow_compiler()
+    setattr(torch.Tensor, "__setattr__", _set_attribute)  # noqa: B010
+    setattr(DTensor, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
+    scripted = torch.jit.ScriptFunction
+    setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
+
+
+def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
+    """Of a plain tensor: ``x.data = y`` would take this rank's part of a DTensor."""
+    if name == "data" and type(value) is DTensor and torch_functions_on():
+        value = cast(DTensor, value.detach()).full_tensor()
+    object.__setattr__(x, name, value)
+
+
+def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of TorchScript, which asks no types: it would compute on this rank's parts."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch_functions_on():
+            given = [x for x in tensors_in([args, kwargs]) if type(x) is DTensor]
+            if given:
+                return dispatch(DTensor, function, (), args, kwargs)
+        return original(function, *args, **kwargs)
+
+    return call
 
 
 def _typed(original: fallback.Apply, cls: Any, args: tuple[Any, ...], kwargs: Any, x: DTensor) -> Any:

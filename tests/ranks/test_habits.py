@@ -428,7 +428,45 @@ def optimizers_around_others(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
 
 
+def spread_out(x: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean(0)) / (x.std(-1, keepdim=True) + 0.1)
+
+
+def functions_of_torchscript(lay: Lay) -> list[Any]:
+    """In a model, and of its parameters."""
+    model = net()
+    model[1].forward = torch.jit.script(spread_out)
+    penalty = torch.jit.trace(lambda x: x.square().mean() + x.sum(), torch.ones(2))
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, step) + sum(penalty(p) for p in model.parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *model.parameters()]
+
+
+def copies_made_before(lay: Lay) -> list[Any]:
+    """Copies of the plain model get their values by ``a.data = ...``, and give them back."""
+    model, out = net(), []
+    average, target = copy.deepcopy(model), copy.deepcopy(model)
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    for step in range(3):
+        out.append(trained(model, optimizer, step).item())
+        for p, a, t in zip(model.parameters(), average.parameters(), target.parameters(), strict=True):
+            a.data = 0.9 * a.data + 0.1 * p.data
+            t.data = p.data.clone()
+        out += [loss_of(average, step).item(), loss_of(target, step).item()]
+    for p, a in zip(model.parameters(), average.parameters(), strict=True):
+        p.data = a.data.clone()
+    return [*out, loss_of(model, 3).item(), *model.parameters(), *average.parameters()]
+
+
 PROGRAMS = (
+    functions_of_torchscript,
+    copies_made_before,
     functions_that_torch_compiles,
     parameters_given,
     optimizers_of_a_part,
@@ -492,8 +530,9 @@ def in_float64(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:(spread_out|_lambda) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:

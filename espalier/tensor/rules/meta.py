@@ -82,10 +82,15 @@ def set_data(
     """x.data = y: the data of y; x stays as it lies, unless its global shape changes."""
     x, y = written(args[0], func), args[1]
     if type(x) is DTensor and type(y) is not DTensor and tuple(y.shape) != x._layout.local_shape:
-        raise ValueError(
-            f"x.data = y: x is a DTensor whose local shape is {list(x._layout.local_shape)}, y a plain "
-            f"tensor of the shape {list(y.shape)}. Assign a DTensor, or this rank's part."
-        )
+        whole = Layout.replicated(x._layout.mesh, x._layout.shape)
+        if tuple(y.shape) != whole.shape:
+            raise ValueError(
+                f"x.data = y: x is a DTensor of the shape {list(whole.shape)}, locally "
+                f"{list(x._layout.local_shape)}, y a plain tensor of the shape {list(y.shape)}. Assign a "
+                "DTensor, the whole value, or this rank's part."
+            )
+        with raw():
+            y = stamp(y.detach(), whole)
     if type(x) is DTensor and type(y) is not DTensor and not x._layout.mesh.is_member:
         return None  # its data is on other ranks
     with raw():
