@@ -174,6 +174,40 @@ def parts_called_by_themselves(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+class Encoder(nn.Module):
+    """Is called by a method, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.encode(x))  # type: ignore[no-any-return]
+
+
+def statistics_of_two_calls(lay: Lay) -> list[Any]:
+    """A method sees whole batches, the call rows of them: both move what BatchNorm follows."""
+    model = Encoder()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out = []
+    for step in range(3):
+        x, _ = batch(step)
+        if step:
+            code, y = model.encode(x), model(x)
+        else:
+            y, code = model(x), model.encode(x)
+        loss = y.square().mean() + code.pow(4).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [*out, *model.parameters(), *model.buffers()]
+
+
 def averages_of_weights(lay: Lay) -> list[Any]:
     """torch's own, of a model that is prepared: a copy of it, which is called, and learns its statistics."""
     model = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -479,6 +513,7 @@ PROGRAMS = (
     hooks_put_on_before,
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
+    statistics_of_two_calls,
     averages_of_weights,
     hooks_of_an_optimizer,
     recomputed_drawn_and_averaged,

@@ -247,8 +247,8 @@ def _follow(bound: dict[str, Any], mean: torch.Tensor, variance: torch.Tensor) -
     for name, new in (("running_mean", mean), ("running_var", variance)):
         running = bound.get(name)
         if running is not None:
-            with torch.no_grad():
-                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+            with torch.no_grad():  # in .data, as torch's kernels don't count it as a write to what they saved
+                running.data.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
 
 
 # ---- groups and rows
