@@ -25,6 +25,7 @@ from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
+from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
 from espalier.torch_private import raw
@@ -328,7 +329,8 @@ def _overlaps(have: Sequence[int], want: Sequence[int]) -> list[list[int]]:
 
 
 def _has_rows(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim > 0
+    # what is sparse, a graph say, goes whole to all ranks
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and not is_sparse(x)
 
 
 def _stretch(start: int, n: int) -> Callable[[Any], Any]:
@@ -447,6 +449,8 @@ class GivenBatches:
 def _mark(x: torch.Tensor) -> torch.Tensor:
     """A number of about 1 that hangs on all elements (on some, of a large tensor) and their order."""
     with raw():
+        if is_sparse(x):
+            x = x.detach().to_sparse_coo().coalesce().values()
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
         flat = x.reshape(-1)
         flat = flat[:: -(-flat.numel() // _SAMPLES)].to(torch.float64).nan_to_num(0.0, 0.0, 0.0)

@@ -34,6 +34,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import parts_of
 from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
+from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.random import state_of_keys
 from espalier.torch_private import raw
 
@@ -114,6 +115,7 @@ def index_and_tree(
     Raises:
         ValueError: there is something among it that cannot be saved.
     """
+    _refuse_sparse(module)
     tree = tree_of(module, optimizer, mesh, saves)
 
     def take(at: str, x: torch.Tensor) -> str:
@@ -340,6 +342,20 @@ class Loading:
             self.error = error
 
 
+def _refuse_sparse(model: nn.Module) -> None:
+    """Files hold values in a row.
+
+    Raises:
+        ValueError: a buffer has none.
+    """
+    for name, x in model.state_dict(keep_vars=True).items():
+        if isinstance(x, torch.Tensor) and is_sparse(x):
+            raise ValueError(
+                f"The buffer {name!r} is sparse ({x.layout}), and files hold dense tensors. Register it with "
+                "persistent=False, if the program makes it anew; else register its indices and values."
+            )
+
+
 def held(p: nn.Parameter) -> torch.Tensor:
     """See :meth:`espalier.Engine.held_parameter`."""
     with raw():
@@ -542,6 +558,7 @@ class WeightsFormat(NamedTuple):
 def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, form: WeightsFormat) -> None:
     """See :meth:`espalier.Engine.export`."""
     mesh, path = passes.mesh, Path(path)
+    _refuse_sparse(model)
     kind = "file" if form.name == "safetensors" and path.suffix == ".safetensors" else form.name
     with torch.no_grad(), data.precise(), ExitStack() as stack:
         root, ties = root_of(kind), {} if kind == "file" else tied(model)
@@ -663,7 +680,7 @@ def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
     with torch.no_grad():
         for name, x in state.items():
             if isinstance(x, torch.Tensor) and id(x) not in values:
-                values[id(x)] = everywhere(name, x.detach())
+                values[id(x)] = x.detach() if is_sparse(x) else everywhere(name, x.detach())
     return apart({name: values.get(id(x), x) for name, x in state.items()})
 
 
@@ -675,6 +692,8 @@ def apart(state: Mapping[str, Any]) -> dict[str, Any]:
     copies: dict[Any, torch.Tensor] = {}
 
     def own(x: torch.Tensor) -> torch.Tensor:
+        if is_sparse(x):
+            return x.clone()
         if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
             return x
         key = (x.data_ptr(), x.dtype, x.shape, x.stride())

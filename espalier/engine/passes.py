@@ -38,6 +38,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
+from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.torch_private import after_backward, current_graph_task_id, raw
 from espalier.trees import tensors_in, tree_map
@@ -78,15 +79,17 @@ class ModelCall:
         return inputs if self.loss_fn is None else (inputs, None)
 
     def sample(self, batch: Any) -> Any:
-        """The model's inputs of one row of a batch, whole."""
+        """The model's inputs of one row of a batch, whole; of all, where one is sparse: a graph of rows."""
+        inputs = None if batch is None else self.parted(batch)[0]
+        rows = None if any(map(is_sparse, tensors_in([inputs]))) else 1
 
         def first(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             device = next(self.module.parameters()).device
-            return full_tensor(x)[:1].to(device) if x.ndim else full_tensor(x).to(device)
+            return full_tensor(x)[:rows].to(device) if x.ndim and rows else full_tensor(x).to(device)
 
-        return None if batch is None else tree_map(first, self.parted(batch)[0])
+        return tree_map(first, inputs)
 
     def cast(self, x: Any) -> Any:
         """An input as the model computes: floats in the dtype of its parameters, where these are cast."""

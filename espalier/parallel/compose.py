@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from espalier.blocks import around, blocks
+from espalier.comm.control import gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
@@ -34,7 +35,7 @@ from espalier.parallel.tensor.sequence_parallel import cut_inputs, cut_sequences
 from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
-from espalier.tensor.dtensor import DTensor
+from espalier.tensor.dtensor import DTensor, is_sparse
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
@@ -294,7 +295,10 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
         if not mesh.is_dry:
             make_the_rest_real(module)
         for name, b in module._buffers.items():
-            if b is not None:
+            if b is not None and is_sparse(b):
+                whole = gather_objects(b.cpu() if mesh.rank == 0 else None, mesh)[0]
+                module._buffers[name] = whole.to(mesh.device())
+            elif b is not None:
                 whole = lay_out(b, Layout.replicated(mesh.within or mesh, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)

@@ -25,7 +25,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import DTensor, absent, layout_of, stamp
+from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, stamp
 from espalier.tensor.fallback import (
     asks_in_place,
     enter_or_gather,
@@ -433,7 +433,8 @@ def ask(
     rule = RULES.get(func)
     if rule is None or kwargs.get("out") is not None or asks_in_place(func, args, kwargs):
         return None
-    if loans.loans_in(tensors_in((args, kwargs))):
+    tensors = tensors_in((args, kwargs))
+    if loans.loans_in(tensors) or any(type(x) is not DTensor and is_sparse(x) for x in tensors):
         return None
     try:
         mesh = mesh_of(func, args, kwargs)
@@ -662,7 +663,7 @@ def key_of(a: Any) -> Any:
     if t is tuple or t is list or t is torch.Size:
         return (t, *[x if type(x) in _ITSELF else key_of(x) for x in a])
     if isinstance(a, torch.Tensor):
-        return (t, a.shape, a.dtype, is_strict.get()) if a.ndim else (t, a.dtype)
+        return (t, a.shape, a.dtype, a.layout, is_strict.get()) if a.ndim else (t, a.dtype)
     if isinstance(a, dict):
         return (dict, *[(k, key_of(v)) for k, v in a.items()])
     try:

@@ -28,6 +28,11 @@ _device = torch.Tensor.device.__get__
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
 
 
+_SPARSE = frozenset(
+    {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
+
+
 class _Absent:
     """A name that a class does not have, though its base does."""
 
@@ -541,6 +546,11 @@ def stamp(x: torch.Tensor, layout: Layout) -> DTensor:
 def plain(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor over the local data, connected by autograd."""
     return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
+
+
+def is_sparse(x: torch.Tensor) -> bool:
+    """Whether it has one of torch's sparse layouts: no DTensor does, and it stays whole on every rank."""
+    return x.layout in _SPARSE
 
 
 def left(x: torch.Tensor) -> torch.Tensor:

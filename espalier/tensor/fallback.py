@@ -22,12 +22,12 @@ from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
-from espalier.tensor.dtensor import DTensor, absent, layout_of, left, plain, redistribute, stamp
+from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike
 from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, with_torch_functions
-from espalier.trees import tree_map
+from espalier.trees import tensors_in, tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -301,7 +301,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                     "Redistribute to Replicate first, or call the function without the underscore."
                 )
             if custom is None:
-                _warn(name, tuple(layouts))
+                sparse = any(type(x) is not DTensor and is_sparse(x) for x in tensors_in((args, kwargs)))
+                _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts))
             else:
                 _warn_of(custom.__name__, custom.__module__)
         call = func if custom is None else on_wholes(custom)

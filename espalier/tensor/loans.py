@@ -26,7 +26,7 @@ from espalier.comm import move
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.sharding.spec import RULES, VIEWS, spellings
-from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, is_sparse, plain, stamp, up_to_date
 from espalier.torch_private import OpOverload, OpOverloadPacket, getter, method, raw
 from espalier.trees import tree_map
 
@@ -144,7 +144,7 @@ def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
         x._saved = True  # type: ignore[attr-defined]  # who asks knows it by its addends (see the dispatcher)
     handed = x.__dict__.get("_handed_out")
     with raw():
-        return _version(x), _address(x), 0 if handed is None else handed.times
+        return _version(x), 0 if is_sparse(x) else _address(x), 0 if handed is None else handed.times
 
 
 def is_handed_out(x: torch.Tensor) -> bool:

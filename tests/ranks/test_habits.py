@@ -208,6 +208,39 @@ def statistics_of_two_calls(lay: Lay) -> list[Any]:
     return [*out, *model.parameters(), *model.buffers()]
 
 
+class Graph(nn.Module):
+    """Convolutions over graphs: one that it holds, in either layout, and one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.register_buffer("rows", (2 * torch.eye(8)).to_sparse())
+        self.register_buffer("compressed", torch.ones(8, 8).tril().to_sparse_csr())
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sparse.mm(self.rows, self.first(x)).relu()  # type: ignore[operator]
+        return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
+
+
+def sparse_graphs(lay: Lay) -> list[Any]:
+    model = Graph()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 1e-2))
+    out = []
+    for step in range(3):
+        graph = (torch.eye(8) + torch.ones(8, 8).triu(6 - step)).to_sparse()
+        loss = model(batch(step)[0], graph).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    held = model.state_dict()
+    assert held["rows"].layout is torch.sparse_coo and held["compressed"].layout is torch.sparse_csr
+    if isinstance(model, espalier.EngineModule):
+        with pytest.raises(ValueError, match=r"'rows' is sparse(.|\n)*persistent=False"):
+            model.engine.save("nowhere")
+    return [*out, *(x.to_dense() for x in held.values())]
+
+
 def averages_of_weights(lay: Lay) -> list[Any]:
     """torch's own, of a model that is prepared: a copy of it, which is called, and learns its statistics."""
     model = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -514,11 +547,13 @@ PROGRAMS = (
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
     statistics_of_two_calls,
+    sparse_graphs,
     averages_of_weights,
     hooks_of_an_optimizer,
     recomputed_drawn_and_averaged,
 )
 STAGED = (
+    sparse_graphs,
     parameters_given,
     optimizers_of_a_part,
     averages_of_weights,
@@ -565,8 +600,10 @@ def in_float64(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
-@pytest.mark.filterwarnings("ignore:(spread_out|_lambda) has no sharding rule")
+@pytest.mark.filterwarnings("ignore:(spread_out|_lambda|.* of sparse tensors) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Graph cannot be split:espalier.parallel.compose.UndividedWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")

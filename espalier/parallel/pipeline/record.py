@@ -18,7 +18,7 @@ from espalier.blocks import HOOKS
 from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
-from espalier.tensor.dtensor import full_value, layout_of
+from espalier.tensor.dtensor import full_value, is_sparse, layout_of
 from espalier.tensor.traces import ABSENT, Apart, apart, put_back
 from espalier.torch_private import DispatchMode, FakeTensorMode, raw
 from espalier.trees import leaves as leaves_of
@@ -48,6 +48,8 @@ class ValuesError(SplitError):
 
 def storage_of(x: torch.Tensor) -> int:
     """A number that views of one tensor share, while it lives."""
+    if is_sparse(x):
+        x = x.detach().to_sparse_coo()._values()
     return int(x.untyped_storage()._cdata)
 
 
