@@ -4,58 +4,43 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import Board, agree, gather_objects, numbers_of_all
-from espalier.comm.dry import values_of
+from espalier.comm.control import Board, agree, numbers_of_all
 from espalier.device import is_accelerator
-from espalier.engine.accumulation import Accumulation, Number, averaged
+from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, detached
-from espalier.engine.batches import loss_of
+from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.passes import (
     Backward,
     Direct,
     Judge,
     Loss,
-    ModelCall,
     Passes,
     Phase,
-    plain_output,
 )
 from espalier.engine.staged_copy import StagedCopies
 from espalier.engine.staged_output import ModelRun, cloned
-from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, gradient_layout
-from espalier.mesh import Mesh
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.compose import Stages, Undivided, WholeProgram
-from espalier.parallel.data.gradients import Gradients, gradient_of
+from espalier.parallel.compose import Stages, Undivided
+from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.programs import sendable
-from espalier.parallel.pipeline.record import leaves
-from espalier.parallel.pipeline.remembered import Remembered, hide, show
-from espalier.parallel.pipeline.runtime import InferredShapes, Trees
-from espalier.parallel.pipeline.shape_inference import taken_apart
-from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
-from espalier.parallel.pipeline.split import Split, StageProgram
-from espalier.parallel.schedules.actions import Action
-from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.parallel.pipeline.remembered import hide, show
+from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
-from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.observers import watching
-from espalier.tensor.random import stream_of
 from espalier.torch_private import raw
 from espalier.trees import tree_map
 
@@ -112,7 +97,7 @@ class Staged(Passes):
     def _example(self, x: Any) -> Any:
         """An input to trace the model on."""
         if self.mesh.is_dry:
-            return _zeros(x)
+            return zeros_where_unknown(x)
         return full_tensor(x) if isinstance(x, torch.Tensor) else x
 
     def _measured(self, example: Any) -> Mapping[str, float]:
@@ -547,276 +532,3 @@ def _unlike(said: bytes) -> dict[str, str | None]:
     """What a stage said of its gradients."""
     unlike: dict[str, str | None] = json.loads(said or b"{}")
     return unlike
-
-
-class StageContext(NamedTuple):
-    """What the stages of this rank need to compute micro-batches.
-
-    Attributes:
-        mesh: with the axis ``pipe``.
-        gradients: of each stage of this rank.
-        scale: by which the loss is multiplied before the backward pass.
-        pulse: is told of each action.
-    """
-
-    call: ModelCall
-    mesh: Mesh
-    stages: Stages
-    accumulation: Accumulation
-    gradients: Sequence[Gradients]
-    scale: float
-    pulse: Watchdog
-
-
-class MicroBatches:
-    """The micro-batches of one run.
-
-    Args:
-        phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
-        counts: whether it is to be known what each loss is a mean over.
-    """
-
-    def __init__(self, of: StageContext, parts: Sequence[Any], phase: Phase, counts: bool) -> None:
-        self._of, self.phase, self._counts = of, phase, counts
-        self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
-        self._call, self._stages, mesh = of.call, of.stages, of.mesh
-        self._parts = [self._typed(part) for part in parts]
-        self._inputs = [self._entered(part) for part in self._parts]
-        known = [tree_map(_zeros, x) if mesh.is_dry else x for x in self._inputs]
-        with of.call.autocast():
-            self._splits: Sequence[Split | Undivided] = of.stages.split.at_all(known)
-        shape_inference = of.stages.shape_inference
-        self._followed = of.accumulation.followed if counts else None
-        of_parts = zip(self._splits, self._inputs, strict=True)
-        of_model = loss_of if of.call.loss_fn is None else None
-        self.agreed = [shape_inference(*part, self._called, self._followed, of_model) for part in of_parts]
-        self._fit: dict[StageProgram, bool] = {}
-        self._is_plain, self._later = False, DeferredWeightGrads()
-        self._put_off: set[tuple[int, int]] = set()
-        self._device = mesh.device()
-        self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
-        self._dice: Dice | None = None
-        rolling = [split.dice for split in self._splits if split.dice is not None]
-        if rolling and not mesh.is_dry:
-            stream_of(mesh)  # agreed on by all at once, not by one stage alone
-            self._dice = Dice(mesh, of.stages.places[max(rolling)])
-        self._remembered: Remembered | None = None
-        self._remember(of.call.module)
-
-    def _remember(self, model: nn.Module) -> None:
-        """Before a model runs, where its modules set attributes or buffers."""
-        if any(split.remembers for split in self._splits) and not self._of.mesh.is_dry:
-            self._remembered = Remembered(model, self._of.mesh)
-
-    def at(self, action: Action) -> None:
-        """An action begins: the watch over ranks may ask which."""
-        self._of.pulse.action = action
-
-    def leave(self) -> set[tuple[str, str]]:
-        """When all are through; gives the attributes that modules have set to tensors."""
-        self._of.pulse.action = ""
-        if self._after is not None:
-            restore(self._device, self._after)
-        if self._dice is not None:
-            self._dice.tell()
-        if self._remembered is not None:
-            failed = numbers_of_all([int(self._of.stages.runtime.failure is not None)], self._of.mesh)
-            if not any(failure for (failure,) in failed):
-                self._remembered.tell()
-                return self._remembered.tensors
-        return set()
-
-    def _typed(self, part: Any) -> Any:
-        return self._call.batches.typed(part)
-
-    def _entered(self, part: Any) -> Any:
-        return tree_map(self._call.cast, self._call.parted(part)[0])
-
-    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
-        with self._call.autocast():
-            return program(received, inputs, runner)
-
-    def _runner(self, stage: int, micro_batch: int) -> Any:
-        """What does a stage's steps on one rank; None: they are done on DTensors."""
-        alone = self.agreed[micro_batch].alone.get(stage)
-        if alone is None or self._of.mesh.is_dry or not self._fits(self._splits[micro_batch].stages[stage]):
-            return None
-        return partial(alone, plain=True) if self._is_plain else alone
-
-    def _fits(self, program: StageProgram) -> bool:
-        if program not in self._fit:
-            self._fit[program] = SingleRank.fits(program, self._followed)
-        return self._fit[program]
-
-    @contextmanager
-    def open(self, schedule: Schedule) -> Iterator[None]:
-        """While open, what can be done once is not done for each micro-batch."""
-        last, local = len(self._splits[0].stages) - 1, self._stages.local
-        alone = [of.alone[stage] for of in self.agreed for stage in local if stage in of.alone]
-        programs = dict.fromkeys(of.stages[stage] for of in self._splits for stage in local)
-        is_dry = self._of.mesh.is_dry
-        whole = len(alone) == len(self.agreed) * len(local) and all(map(self._fits, programs))
-        rank = self._of.mesh.coordinate[self._of.mesh.axis("pipe")]
-        self._put_off = _awaited_last(schedule, rank) if torch.is_grad_enabled() else set()
-        self._is_plain = whole and all(of.lasts for of in alone) and not any(map(_is_hooked, programs))
-        with (
-            as_plain(*programs) if self._is_plain and not is_dry else nullcontext(),
-            self._followed.open()
-            if whole and not is_dry and last in local and self._followed is not None
-            else nullcontext(),
-        ):
-            yield
-
-    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
-        if (stage, micro_batch) in self._states:
-            restore(self._device, self._states[stage, micro_batch])
-        programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
-        put_off = (stage, micro_batch) in self._put_off
-        with self._puts_off(programs[stage]) if put_off else nullcontext():
-            if stage + 1 < len(programs):
-                return taken_apart(
-                    self._called(programs[stage], received, self._inputs[micro_batch], runner)
-                )[0]
-            return self._last(micro_batch, programs[stage], received, runner)
-
-    def _puts_off(self, program: StageProgram) -> AbstractContextManager[None]:
-        if not self._of.mesh.is_dry:
-            return self._later.of(program.parameters())
-        is_done = self._is_plain and self._call.casts is None  # as autocast's casts are between
-        return watching(PutOffDry(program.parameters(), self._later)) if is_done else nullcontext()
-
-    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
-        part = self._parts[micro_batch]
-
-        def forward(part: Any) -> torch.Tensor:
-            output = self._called(program, received, self._inputs[micro_batch], runner)
-            return self._call.loss(output, part)
-
-        loss, number = self._of.accumulation.counted(part, forward) if self._counts else (forward(part), None)
-        with raw():
-            kept = plain(loss).detach()
-        self.losses[micro_batch] = stamp(kept, loss._layout) if type(loss) is DTensor else kept, number
-        return [loss]
-
-    def weight(self, micro_batch: int) -> torch.Tensor:
-        loss, number = self.losses[micro_batch]
-        weight = self._of.accumulation.weigh(loss, number)
-        with raw():
-            # where the gradient is a sum over ranks, one of them gives it
-            summed = gradient_layout(loss._layout).partial if type(loss) is DTensor else ()
-            gives = not any(self._call.mesh.coordinate[a] for a in summed)
-            scale, bare = self._of.scale if gives else 0.0, plain(loss)
-            if weight is not None and scale == 1:
-                return weight.to(bare.dtype).view(bare.shape)
-            one = torch.full_like(bare, scale)
-            return one if weight is None else one * weight.to(one)
-
-    def begin_backward(self, stage: int, last: bool) -> None:
-        self._part(stage).begin(last)
-
-    def end_backward(self, stage: int) -> None:
-        self._later.do()
-        self._part(stage).flush()
-
-    def _part(self, stage: int) -> Gradients:
-        return self._of.gradients[self._stages.local.index(stage)]
-
-
-class Prediction(MicroBatches):
-    """One batch, of which the model's output is wanted, not its loss.
-
-    Attributes:
-        tensors: among the output, whole; of a rank without the last stage, None.
-        output: of a model that is not divided, all of it.
-    """
-
-    tensors: list[torch.Tensor] | None = None
-    output: Any = None
-
-    def _typed(self, part: Any) -> Any:
-        return self._call.entered(part)
-
-    def _entered(self, part: Any) -> Any:
-        return part
-
-    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
-        output = self._called(program, received, self._inputs[micro_batch], runner)
-        whole = plain_output(output)
-        if isinstance(program, WholeProgram):  # no other rank knows its form
-            self.output = whole
-        self.tensors = leaves(whole, torch.Tensor)
-        return [torch.zeros(())]  # where a loss would be
-
-    def take(self, model: nn.Module) -> None:
-        """Have it of another model of the same modules."""
-        self._splits = [split.on(model) for split in self._splits]
-        self._remember(model)
-
-    def everywhere(self, source: int) -> Any:
-        """The output on all ranks."""
-        mesh, program = self._of.mesh, self._splits[0].stages[-1]
-        if isinstance(program, WholeProgram):
-            output = gather_objects(sendable(self.output), mesh["pipe"])[source]
-            if isinstance(output, Exception):
-                raise output
-            return output
-        outputs = []
-        for i, (shape, dtype) in enumerate(program.result):
-            if self.tensors is None:
-                whole = torch.empty(shape, dtype=dtype, device=mesh.device())
-            else:
-                whole = self.tensors[i].to(mesh.device(), dtype)
-            outputs.append(broadcast(whole, mesh, mesh.axis("pipe"), source))
-        output = sendable(program.rebuilt(outputs))
-        if isinstance(output, Exception):
-            raise output
-        return output
-
-
-def _is_hooked(program: StageProgram) -> bool:
-    """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
-    with raw():
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
-
-
-def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
-    """Stages of a rank, and the last micro-batch of each, whose gradients another rank waits for to end.
-
-    Of others too it could have inputs' gradients sooner; but each call of a layer takes longer then, and most
-    of the time the other rank has something else to do.
-    """
-    places = schedule.stage_to_rank
-    last = {stage: micro for kind, stage, micro in schedule.actions[rank] if kind is ActionKind.B}
-    return {(stage, micro) for stage, micro in last.items() if stage and places[stage - 1] != rank}
-
-
-def _random_states(
-    agreed: Sequence[InferredShapes], local: Sequence[int], mesh: Mesh
-) -> tuple[dict[tuple[int, int], States], States | None]:
-    """The states of torch's generators before each stage of this rank and micro-batch, and after all.
-
-    They are those of one process, which does a micro-batch after the other.
-    """
-    states_before: dict[tuple[int, int], States] = {}
-    if mesh.is_dry or not any(draws for of in agreed for draws in of.draws):
-        return states_before, None
-    if mesh.size() > 1:
-        stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
-    device = mesh.device()
-    before = states(device)
-    for micro, of in enumerate(agreed):
-        for stage, draws in enumerate(of.draws):
-            if stage in local:
-                states_before[stage, micro] = states(device)
-            draw_again(draws, device)
-    after = states(device)
-    restore(device, before)
-    return states_before, after
-
-
-def _zeros(x: Any) -> Any:
-    """An input of a dry mesh to trace the model on: where its values are not known, zeros."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    values = values_of(x)
-    return torch.zeros(x.shape, dtype=x.dtype) if values is None else values.clone()
