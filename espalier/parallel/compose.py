@@ -291,15 +291,16 @@ def _share_parameters(
 
 def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Every rank has the first one's buffers, which stay plain tensors."""
+    home = mesh.within or mesh
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)
         for name, b in module._buffers.items():
             if b is not None and is_sparse(b) and not mesh.is_dry:
-                whole = gather_objects(b.cpu() if mesh.rank == 0 else None, mesh)[0]
+                whole = gather_objects(b.cpu() if home.rank == 0 else None, home)[0]
                 module._buffers[name] = whole.to(mesh.device())
             elif b is not None and not is_sparse(b):
-                whole = lay_out(b, Layout.replicated(mesh.within or mesh, tuple(b.shape)))
+                whole = lay_out(b, Layout.replicated(home, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
 

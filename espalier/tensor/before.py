@@ -41,8 +41,8 @@ class Before:
         whole: bool = False,
     ) -> None:
         self._slots = slots
-        attributes = [vars(m) for m in modules if not _is_of_torch(m)]
-        tables = [*attributes, *(m._buffers for m in modules if m._buffers or not _is_of_torch(m))]
+        attributes = [vars(m) for m in modules if not is_of_torch(m)]
+        tables = [*attributes, *(m._buffers for m in modules if m._buffers or not is_of_torch(m))]
         self._entries = [(table, _Entries(table, whole)) for table in tables]
         inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
         self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
@@ -116,7 +116,8 @@ class Before:
         _put(self._held, self._values)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether it is one of torch's own modules, which remember in buffers alone."""
     return type(module).__module__.startswith("torch.")
 
 
@@ -186,7 +187,7 @@ def places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]
     """
     places, seen = [], set()
     for i, module in enumerate(modules):
-        beside = {} if _is_of_torch(module) else vars(module)
+        beside = {} if is_of_torch(module) else vars(module)
         for table in (module._parameters, module._buffers, beside):
             for key, x in table.items():
                 if not isinstance(x, torch.Tensor) or (table is beside and _has_history(x)):
@@ -200,7 +201,7 @@ def places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]
 def slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     """Where tensors stand that may be swapped for others, as parameters or in their place."""
     slots = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
-    torchs = (vars(m) for m in modules if _is_of_torch(m))
+    torchs = (vars(m) for m in modules if is_of_torch(m))
     return slots + [
         (table, key) for table in torchs for key, x in table.items() if isinstance(x, torch.Tensor)
     ]

@@ -434,7 +434,7 @@ def ask(
     if rule is None or kwargs.get("out") is not None or asks_in_place(func, args, kwargs):
         return None
     tensors = tensors_in((args, kwargs))
-    if loans.loans_in(tensors) or any(type(x) is not DTensor and is_sparse(x) for x in tensors):
+    if loans.loans_in(tensors) or any(map(is_sparse, tensors)):
         return None
     try:
         mesh = mesh_of(func, args, kwargs)

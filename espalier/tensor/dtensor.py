@@ -26,8 +26,6 @@ _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _device = torch.Tensor.device.__get__
 # dims from the one whose elements lie next to each other
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
-
-
 _SPARSE = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -550,7 +548,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 def is_sparse(x: torch.Tensor) -> bool:
     """Whether it has one of torch's sparse layouts: no DTensor does, and it stays whole on every rank."""
-    return x.layout in _SPARSE
+    return type(x) is not DTensor and x.layout in _SPARSE
 
 
 def left(x: torch.Tensor) -> torch.Tensor:

@@ -301,7 +301,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                     "Redistribute to Replicate first, or call the function without the underscore."
                 )
             if custom is None:
-                sparse = any(type(x) is not DTensor and is_sparse(x) for x in tensors_in((args, kwargs)))
+                sparse = any(map(is_sparse, tensors_in((args, kwargs))))
                 _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts))
             else:
                 _warn_of(custom.__name__, custom.__module__)

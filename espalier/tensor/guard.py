@@ -127,10 +127,8 @@ def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of TorchScript, which asks no types: it would compute on this rank's parts."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch_functions_on():
-            given = [x for x in tensors_in([args, kwargs]) if type(x) is DTensor]
-            if given:
-                return dispatch(DTensor, function, (), args, kwargs)
+        if torch_functions_on() and any(type(x) is DTensor for x in tensors_in([args, kwargs])):
+            return dispatch(DTensor, function, (), args, kwargs)
         return original(function, *args, **kwargs)
 
     return call

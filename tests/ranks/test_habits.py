@@ -33,13 +33,17 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
-    """The loss before a step."""
-    loss = loss_of(model, step)
+def stepped(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The loss, by which a step was made."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     return loss
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """The loss before a step."""
+    return stepped(loss_of(model, step), optimizer)
 
 
 def hooks_put_on_before(lay: Lay) -> list[Any]:
@@ -201,10 +205,7 @@ def statistics_of_two_calls(lay: Lay) -> list[Any]:
         else:
             y, code = model(x), model.encode(x)
         loss = y.square().mean() + code.pow(4).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
+        out.append(stepped(loss, optimizer).item())
     return [*out, *model.parameters(), *model.buffers()]
 
 
@@ -229,10 +230,7 @@ def sparse_graphs(lay: Lay) -> list[Any]:
     for step in range(3):
         graph = (torch.eye(8) + torch.ones(8, 8).triu(6 - step)).to_sparse()
         loss = model(batch(step)[0], graph).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
+        out.append(stepped(loss, optimizer).item())
     held = model.state_dict()
     assert held["rows"].layout is torch.sparse_coo and held["compressed"].layout is torch.sparse_csr
     if isinstance(model, espalier.EngineModule):
@@ -412,10 +410,7 @@ def functions_that_torch_compiles(lay: Lay) -> list[Any]:
     losses = []
     for step in range(3):
         loss = given(*batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(stepped(loss, optimizer).item())
     return [*losses, *model.parameters()]
 
 
@@ -444,10 +439,7 @@ def parameters_given(lay: Lay) -> list[Any]:
         x, y = batch(step)
         given, weights = model(x)
         loss = (torch.stack([F.cross_entropy(given, y), given.square().mean()]) * weights.exp()).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
+        out.append(stepped(loss, optimizer).item())
     return [*out, *model.state_dict().values()]
 
 
@@ -508,10 +500,7 @@ def functions_of_torchscript(lay: Lay) -> list[Any]:
     losses = []
     for step in range(3):
         loss = loss_of(model, step) + sum(penalty(p) for p in model.parameters())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(stepped(loss, optimizer).item())
     return [*losses, *model.parameters()]
 
 

@@ -683,11 +683,6 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     return list(configs.values())
 
 
-def is_of_torch(m: nn.Module) -> bool:
-    """Whether it is one of torch's own modules, which remember in buffers alone."""
-    return type(m).__module__.startswith("torch.")
-
-
 def _remembered(m: nn.Module) -> dict[str, Any]:
     """What a forward may set: of tensors, how often they were written to, too; of buffers, which they are."""
     with raw():

@@ -12,8 +12,9 @@ from torch import nn
 
 from espalier.comm.control import gather_objects
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import ModelStandIns, is_of_torch
+from espalier.parallel.pipeline.record import ModelStandIns
 from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.before import is_of_torch
 from espalier.tensor.traces import ABSENT
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in, tree_map

@@ -37,13 +37,13 @@ from espalier.parallel.pipeline.record import (
     called,
     equal,
     heard,
-    is_of_torch,
     leaves,
     mapped,
     name_of,
     storage_of,
 )
 from espalier.sharding.spec import bound_to
+from espalier.tensor.before import is_of_torch
 from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.traces import Apart, Generators, NotCopiedError
 from espalier.torch_private import (
