@@ -86,26 +86,36 @@ class AbsentModule(_Module):
 
 
 class _Other(_Module):
-    """A module that has the names of another; what is in it is what is in that one."""
+    """A module that has the names of another; what is in it is what is in that one.
 
-    def __init__(self, name: str, home: ModuleType) -> None:
+    Args:
+        name: under which it is imported.
+        theirs: its name in the other system.
+        home: the other.
+    """
+
+    def __init__(self, name: str, theirs: str, home: ModuleType) -> None:
         super().__init__(name, home.__doc__)
-        self._home = home
+        self._theirs, self._home = theirs, home
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(self._home, name)
+        found = getattr(self._home, name)
+        return Absent(f"{self._theirs}.{name}", found.instead) if type(found) is Absent else found
 
-    def module(self, name: str) -> _Other | None:
+    def _below(self, name: str) -> AbsentModule | _Other | None:
         """What is in it under a name."""
+        here, theirs = f"{self.__name__}.{name}", f"{self._theirs}.{name}"
         try:
             home = import_module(f"{self._home.__name__}.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"{self._home.__name__}.{name}":
                 raise
             return None
-        return _Other(f"{self.__name__}.{name}", home)
+        if isinstance(home, AbsentModule):
+            return AbsentModule(here, theirs, home.instead)
+        return _Other(here, theirs, home)
 
 
 class Names:
@@ -133,11 +143,11 @@ class Names:
 
     def module(self, name: str) -> AbsentModule | _Other | None:
         """What ``import package.name`` finds where there is no such file."""
-        here = f"{self._package}.{name}"
+        here, theirs = f"{self._package}.{name}", f"{self._theirs}.{name}"
         if name in self._elsewhere:
-            return _Other(here, import_module(self._elsewhere[name]))
+            return _Other(here, theirs, import_module(self._elsewhere[name]))
         if name in self._instead:
-            return AbsentModule(here, f"{self._theirs}.{name}", self._instead[name])
+            return AbsentModule(here, theirs, self._instead[name])
         return None
 
 
@@ -192,7 +202,7 @@ class _Finder(MetaPathFinder):
         if isinstance(parent, AbsentModule):
             module = AbsentModule(fullname, f"{parent.theirs}.{name}", parent.instead)
         elif isinstance(parent, _Other):
-            module = parent.module(name)
+            module = parent._below(name)
         elif parent is not None and isinstance(names := vars(parent).get("__getattr__"), Names):
             module = names.module(name)
         if module is None:

@@ -84,7 +84,7 @@ def test_what_is_elsewhere() -> None:
         ("utils.tensor_fragment", "safe_get_local_grad", "utils"),
         ("utils.init_on_device", "OnDevice", "utils"),
         ("utils.z3_leaf_module", "set_z3_leaf_modules", "utils"),
-        ("moe.sharded_moe", "TopKGate", "moe.gate"),
+        ("moe.sharded_moe", "TopKGate", "moe"),
         ("monitor.monitor", "MonitorMaster", "monitor"),
     ):
         both = [getattr(importlib.import_module(f"{OURS}.{x}"), name) for x in (module, home)]

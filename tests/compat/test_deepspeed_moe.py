@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from espalier.compat import deepspeed
-from espalier.compat.deepspeed.moe.gate import TopKGate
 from espalier.compat.deepspeed.moe.layer import MoE
+from espalier.compat.deepspeed.moe.sharded_moe import TopKGate
 from espalier.compat.deepspeed.moe.utils import (
     has_moe_layers,
     is_moe_param,

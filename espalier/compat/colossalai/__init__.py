@@ -7,12 +7,9 @@ plugins. docs/colossal-ai.md says what maps to what.
 from espalier.compat.absent import or_absent
 from espalier.compat.colossalai import (
     accelerator,
-    amp,
     booster,
     cluster,
-    context,
     core,
-    lazy,
     logging,
     nn,
     trainer,
@@ -20,16 +17,15 @@ from espalier.compat.colossalai import (
     zero,
 )
 from espalier.compat.colossalai.booster import Booster
-from espalier.compat.colossalai.core import global_context
-from espalier.compat.colossalai.engine import Engine
-from espalier.compat.colossalai.initialize import (
-    get_default_parser,
-    initialize,
+from espalier.compat.colossalai.core import (
+    global_context,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
 )
+from espalier.compat.colossalai.engine import Engine, initialize
+from espalier.compat.colossalai.utils import get_default_parser
 from espalier.later import on_use
 
 __version__ = "0.5.0"  # whose interface this is
@@ -38,10 +34,8 @@ __all__ = [
     "Booster",
     "Engine",
     "accelerator",
-    "amp",
     "booster",
     "cluster",
-    "context",
     "core",
     "get_default_parser",
     "global_context",
@@ -50,7 +44,6 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
-    "lazy",
     "logging",
     "nn",
     "trainer",
@@ -78,6 +71,11 @@ __getattr__ = or_absent(
         "registry": "say the class where it is used: configurations name no classes here",
         "testing": "espalier.spawn(function, {'data': 2}) runs a function on ranks",
     },
-    on_use(__name__, {"": "builder engine interface kernel pipeline shardformer tensor"}),
-    elsewhere={"legacy": __name__},
+    on_use(__name__, {"": "engine interface kernel pipeline shardformer tensor"}),
+    elsewhere={
+        "amp context": f"{__name__}.config",
+        "builder": f"{__name__}.pipeline",
+        "initialize legacy": __name__,
+        "lazy": f"{__name__}.zero",
+    },
 )

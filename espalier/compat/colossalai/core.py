@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 
 from espalier.compat.axes import Axes
-from espalier.compat.colossalai.config import Settings, load, plan_of
-from espalier.compat.colossalai.context import ParallelMode
+from espalier.compat.colossalai.config import ParallelMode, Settings, load, plan_of
 from espalier.mesh import Mesh
 from espalier.mesh.process import running_rank, running_size, start
 from espalier.parallel import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
 _config: ContextVar[Settings] = ContextVar("config")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from espalier.compat.absent import Absent, or_absent
 from espalier.compat.axes import Axes
 from espalier.mesh.process import running_rank
+from espalier.texts import refuse
 
 __path__: list[str] = []  # there are modules in it
 
@@ -92,10 +94,39 @@ class PipelineGraph:
         return []
 
 
-__all__ = ["PipelineGraph", "PipelineStageManager"]
-
 _STYLES = "HybridParallelPlugin(pp_style=) names schedules; Plan(schedule=) takes others, and tables"
 _WHOLE = "the plan cuts the model by itself: build it whole"
+
+
+def build_pipeline_model(layers: nn.Module, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
+    """The model, whole: the plan cuts it into stages.
+
+    Raises:
+        MistakeError: ``num_chunks`` is not 1.
+    """
+    if num_chunks != 1:
+        reason = "expected 1: initialize(..., plan=Plan(pipe=n, schedule='interleaved', stages_per_rank=2))"
+        refuse("build_pipeline_model", [("num_chunks", num_chunks, f"{reason} has several stages a rank")])
+    return layers
+
+
+def build_pipeline_model_from_cfg(config: Any, num_chunks: int = 1, **options: Any) -> nn.Module:
+    """Not from a configuration.
+
+    Raises:
+        MistakeError: always.
+    """
+    refuse("build_pipeline_model_from_cfg", [("config", config, "build the model, whole: the plan cuts it")])
+    raise AssertionError
+
+
+__all__ = [
+    "PipelineGraph",
+    "PipelineStageManager",
+    "build_pipeline_model",
+    "build_pipeline_model_from_cfg",
+]
+
 __getattr__ = or_absent(
     __name__,
     "colossalai.pipeline",
@@ -111,6 +142,10 @@ __getattr__ = or_absent(
         "PipelineP2PCommunication": "stages of a pipeline send by themselves",
         "PipelinableContext PipelinableModel LayerSpec partition_uniform partition_balanced "
         "build_kwargs_for_module build_kwargs_for_function exec_func_with_kwargs": _WHOLE,
+        "build_from_config build_from_registry build_gradient_handler build_model build_loss build_hooks "
+        "build_dataset build_optimizer build_lr_scheduler build_schedule": (
+            "make it by its class: configurations name no classes here"
+        ),
     },
-    elsewhere={"schedule stage_manager utils v_schedule": __name__},
+    elsewhere={"builder pipeline schedule stage_manager utils v_schedule": __name__},
 )

@@ -20,8 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.accelerator import get_accelerator
-from espalier.compat.colossalai.config import plan_of
-from espalier.compat.colossalai.context import ParallelMode
+from espalier.compat.colossalai.config import ParallelMode, plan_of
 from espalier.compat.colossalai.core import global_context
 from espalier.device import accelerator, current
 from espalier.engine.seen import gradients_seen
@@ -391,7 +390,6 @@ __getattr__ = or_absent(
     elsewhere={
         "activation_checkpoint base_sampler common cuda data_parallel_sampler data_sampler memory model "
         "multi_tensor_apply timer utils": __name__,
-        "colo_init_context": "espalier.compat.colossalai.zero",
-        "experimental lazy_init_context": "espalier.compat.colossalai.lazy",
+        "colo_init_context experimental lazy_init_context": "espalier.compat.colossalai.zero",
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 
 from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
-from espalier.compat.colossalai.lazy import LazyInitContext
+from espalier.compat.colossalai.interface import show
 from espalier.compat.colossalai.nn.optimizer import HybridAdam
-from espalier.compat.colossalai.shown import show
 from espalier.compat.plans import LateModule, world_size
+from espalier.tensor import deferred
+from espalier.tensor.deferred import make_parameters_real
 from espalier.texts import refuse
 
 __path__: list[str] = []  # there are modules in it
@@ -27,9 +29,32 @@ class BucketTensorShardStrategy(TensorShardStrategy):
     """Tensors are cut together: so it is here."""
 
 
+class LazyInitContext:
+    """While open, modules are built without memory: ``booster.boost`` then builds each rank's part.
+
+    Args:
+        options: devices and the like, which the plan says.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LazyInitContext:
+        self._stack.enter_context(deferred())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @staticmethod
+    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
+        """Let a model have its values now, whole on this rank."""
+        make_parameters_real([p for p in module.parameters() if p.is_meta])
+        return module
+
+
 # a dtype has no effect there: that of wrapped models is said by their wrapper, or by model.half()
 ZeroInitContext = ColoInitContext = LazyInitContext
-
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
 
@@ -205,6 +230,8 @@ def convert_to_zero_v2(
 
 
 ZeroDDP = GeminiDDP
+_CHUNKS = "chunks follow the model's blocks: leave it out, and wrap by GeminiDDP(model)"
+
 
 __all__ = [
     "BucketTensorShardStrategy",
@@ -212,6 +239,7 @@ __all__ = [
     "GeminiAdamOptimizer",
     "GeminiDDP",
     "GeminiOptimizer",
+    "LazyInitContext",
     "ShardedModelV2",
     "ShardedOptimizerV2",
     "TensorShardStrategy",
@@ -223,7 +251,6 @@ __all__ = [
     "zero_optim_wrapper",
 ]
 
-_CHUNKS = "chunks follow the model's blocks: leave it out, and wrap by GeminiDDP(model)"
 __getattr__ = or_absent(
     __name__,
     "colossalai.zero",
@@ -245,11 +272,13 @@ __getattr__ = or_absent(
         "BaseShardStrategy": "TensorShardStrategy stands for how tensors are cut",
         "no_shard_zero_context no_shard_zero_decrator post_process_colo_init_ctx": "leave it out",
         "get_static_torch_model": "model.state_dict() has whole weights, for a model of your own",
+        "LazyTensor": "parameters of models without memory are on torch's device meta",
+        "ConstructorManager PretrainedManager": "from_pretrained of transformers reads weights",
     },
     elsewhere={
         "base_shard_strategy bucket_tensor_shard_strategy colo_init_context data_parallel gemini gemini_ddp "
         "gemini_mgr gemini_optimizer gemini_parallel init_context init_ctx legacy low_level low_level_optim "
         "shard_utils sharded_model sharded_model_v2 sharded_optim sharded_optim_v2 tensor_shard_strategy "
-        "utils wrapper zero_wrapper": __name__
+        "utils wrapper zero_wrapper construction lazy_init pretrained": __name__
     },
 )

@@ -31,13 +31,11 @@ if TYPE_CHECKING:
         zero,
     )
     from espalier.compat.deepspeed.accelerator import get_accelerator
-    from espalier.compat.deepspeed.axes import init_distributed
-    from espalier.compat.deepspeed.config import Config, read
+    from espalier.compat.deepspeed.config import Config, DeepSpeedConfig, DeepSpeedConfigError, read
     from espalier.compat.deepspeed.engine import DeepSpeedEngine
+    from espalier.compat.deepspeed.groups import init_distributed
     from espalier.compat.deepspeed.inference import InferenceEngine, init_inference
-    from espalier.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from espalier.compat.deepspeed.pipe_engine import PipelineEngine
-    from espalier.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from espalier.compat.deepspeed.pipe import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
     from espalier.compat.deepspeed.starting import initialize, tp_model_init
     from espalier.compat.deepspeed.utils import OnDevice, log_dist, logger
 else:  # what starts the ranks needs none of it
@@ -73,16 +71,13 @@ else:  # what starts the ranks needs none of it
             __name__,
             {
                 "": "accelerator checkpointing comm inference launcher moe monitor ops pipe profiling "
-                "runtime "
-                "sequence utils zero",
+                "runtime sequence utils zero",
                 "accelerator": "get_accelerator",
-                "axes": "init_distributed",
-                "config": "Config read",
+                "config": "Config DeepSpeedConfig DeepSpeedConfigError read",
                 "engine": "DeepSpeedEngine",
+                "groups": "init_distributed",
                 "inference": "InferenceEngine init_inference",
-                "pipe": "LayerSpec PipelineModule TiedLayerSpec",
-                "pipe_engine": "PipelineEngine",
-                "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+                "pipe": "LayerSpec PipelineEngine PipelineModule TiedLayerSpec",
                 "starting": "initialize tp_model_init",
                 "utils": "OnDevice log_dist logger",
             },

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 _ZERO: Final = "zero_optimization."
 _WORDS: Final = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
-
 # the method; the key; DeepSpeed's default
 GIVEN: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
     {
@@ -83,10 +82,8 @@ GIVEN: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
         "zero_sub_group_size": (f"{_ZERO}sub_group_size", 1_000_000_000),
     }
 )
-
 # whose names DeepSpeed makes small
 OPTIMIZERS: Final = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon"})
-
 # what a configuration cannot ask for here: it is off
 OFF: Final = frozenset(
     {
@@ -104,7 +101,6 @@ OFF: Final = frozenset(
         "uses_parallelization_pass_only",
     }
 )
-
 _SUMS: Final = (
     "gradients are summed over the ranks by backward() and step(), and by allreduce_gradients(); for sums of "
     "your own call torch.distributed"
@@ -112,7 +108,6 @@ _SUMS: Final = (
 _TUNING: Final = "`espalier plan JOB.toml` searches for the fastest plan"
 _DATA: Final = "choose data and sequence lengths in the data set, or in its sampler"
 _GRAPHS: Final = "engine.compile() compiles the model's blocks, collectives included"
-
 # what DeepSpeed's engine has besides, and what to do in its place
 INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from espalier.compat.absent import or_absent
 
+__path__: list[str] = []  # there are modules in it
+
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What ``function(*args)`` gives; it is computed again in the backward pass."""
@@ -87,5 +89,8 @@ __getattr__ = or_absent(
         "is_activation_to_checkpoint": (
             "Plan(recompute_inputs=) says where the inputs of what is computed again lie"
         ),
+        "config": "say the section activation_checkpointing as a dict: deepspeed.initialize(config=)",
+        "offload_activations": 'plan={"recompute_inputs": "host"} lays them on the host',
     },
+    elsewhere={"checkpointing": __name__},
 )

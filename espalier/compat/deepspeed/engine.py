@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed import answers
-from espalier.compat.deepspeed.axes import Axes, axes_of, note_newest
 from espalier.compat.deepspeed.checkpoints import load, save
 from espalier.compat.deepspeed.config import Config
-from espalier.compat.deepspeed.moe.layer import layers
+from espalier.compat.deepspeed.groups import Axes, axes_of, note_newest
+from espalier.compat.deepspeed.moe import layers
 from espalier.compat.deepspeed.monitor import Flops, Monitor
-from espalier.compat.deepspeed.optimizers import show_scale
+from espalier.compat.deepspeed.ops import show_scale
 from espalier.compat.deepspeed.timers import BACKWARD, FORWARD, STEP, ThroughputTimer, Timers
 from espalier.compat.deepspeed.utils.tensors import own_by
 from espalier.compat.deepspeed.zero import mark_as_cut
@@ -673,3 +674,12 @@ class DeepSpeedEngine(EngineModule):
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called."""
         return self._is_compiled
+
+
+__all__ = ["DeepSpeedEngine"]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.runtime.engine",
+    {"EngineTimers split_half_float_double_sparse": "engine.timers(name) are the engine's timers"},
+)

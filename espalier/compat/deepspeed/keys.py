@@ -65,7 +65,6 @@ def _no(
 _MONITOR = "what DeepSpeed writes (`Train/Samples/train_loss`, `lr`, `loss_scale`), by rank 0"
 _ALWAYS = "always so"
 _GROWS = "of a scale that follows the gradients"
-
 _TABLE: Final = (
     # ---- the batch
     *_yes(
@@ -515,9 +514,7 @@ _TABLE: Final = (
         harmless=(None, {}, {"enabled": False}, False),
     ),
 )
-
 KEYS: Final = MappingProxyType({key.name: key for key in _TABLE})
-
 # other spellings, as DeepSpeed takes them
 ALIASES: Final = MappingProxyType(
     {

@@ -10,13 +10,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.compat.axes import Axes
-from espalier.compat.deepspeed import optimizers, schedules
-from espalier.compat.deepspeed.axes import init_distributed
+from espalier.compat.deepspeed import ops, schedules
 from espalier.compat.deepspeed.config import load, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine
-from espalier.compat.deepspeed.moe.layer import axes_of_experts
-from espalier.compat.deepspeed.pipe import PipelineModule
-from espalier.compat.deepspeed.pipe_engine import PipelineEngine
+from espalier.compat.deepspeed.groups import init_distributed
+from espalier.compat.deepspeed.moe import axes_of_experts
+from espalier.compat.deepspeed.pipe import PipelineEngine, PipelineModule
 from espalier.compat.plans import counts_one
 from espalier.engine import Spikes
 from espalier.engine import initialize as lay_on_mesh
@@ -86,7 +85,7 @@ def initialize(
         options.setdefault("loss_fn", model.loss_fn)
     brought = optimizer, lr_scheduler
     if optimizer is None and settings.optimizer is not None:
-        optimizer = optimizers.make(*settings.optimizer, model, model_parameters)
+        optimizer = ops.make(*settings.optimizer, model, model_parameters)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if model_parameters is None else model_parameters)
     options.setdefault("count", counts_one)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank
 
 FORWARD: Final = "fwd"
@@ -207,3 +208,17 @@ class ThroughputTimer:
         """Rows a second; ``-inf`` before the first step that counts has ended."""
         steps = self.global_step_count - self.start_step
         return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
+
+
+SynchronizedWallClockTimer = Timers
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.utils.timer",
+    {
+        "CudaEventTimer trim_mean": "engine.timers(name) are on the host's clock; "
+        "get_accelerator().Event() is a device's"
+    },
+)

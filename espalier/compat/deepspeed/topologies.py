@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from espalier.compat.axes import group_of
-from espalier.compat.deepspeed.axes import init_distributed
+from espalier.compat.deepspeed.groups import init_distributed
 from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 
@@ -321,3 +321,11 @@ def _square(ranks: int) -> ProcessTopology:
         ranks //= factor
         turn = 1 - turn
     return PipeDataParallelTopology(*sizes)
+
+
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+]

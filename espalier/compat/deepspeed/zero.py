@@ -1,24 +1,28 @@
-"""``deepspeed.zero``: models built without memory, and parameters whole for a time."""
+"""``deepspeed.zero``: models built without memory, parameters whole for a time, estimates of memory."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from itertools import product
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from espalier.comm import collectives
-from espalier.compat.deepspeed.axes import init_distributed
+from espalier.compat.absent import or_absent
+from espalier.compat.deepspeed.groups import init_distributed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import show
 from espalier.tensor import DTensor, deferred, lay_out, plain
 from espalier.tensor.deferred import make_parameters_real
 from espalier.torch_private import raw
+
+__path__: list[str] = []  # there are modules in it
 
 
 class Init:
@@ -148,3 +152,180 @@ def register_external_parameter(module: nn.Module, parameter: Any) -> None:
 
 def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
     """Nothing, either."""
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether stage 3 cuts it."""
+    return hasattr(parameter, "ds_id")
+
+
+# ---- estimates of memory: DeepSpeed's arithmetic, of 16-bit training with Adam. What a plan takes here tell
+# ``espalier plan`` and ``engine.engine.memory()``.
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes of a host, of a GPU, and of the largest layer there."""
+    gpus, share, layer = num_nodes * num_gpus_per_node, 1 / num_nodes, 4 * largest_layer_params
+    while_built: float = 4 * num_gpus_per_node
+    if not cpu_offload:
+        gpu = layer + int(18 * total_params / gpus)
+        host = (largest_layer_params if zero_init else total_params) * while_built
+    else:
+        gpu = layer if cpu_offload_params else layer + int(2 * total_params / gpus)
+        each = (18 if cpu_offload_params else 16) * share
+        host = total_params * (each if zero_init else max(while_built, each))
+    return int(host * additional_buffer_factor), gpu, layer
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print them for a model."""
+    largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    estimate_zero3_model_states_mem_needs_all_cold(
+        sum(p.numel() for p in model.parameters()),
+        largest,
+        num_gpus_per_node,
+        num_nodes,
+        additional_buffer_factor,
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print them for numbers of parameters."""
+    size = f"{total_params // 10**6}M total params, {largest_layer_params // 10**6}M largest layer params."
+    print(setup_told(num_gpus_per_node, num_nodes, size))
+    for states, parameters, built_cut in product((True, False), repeat=3):
+        if parameters and not states:
+            continue
+        host, gpu, _ = estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            states,
+            parameters,
+            built_cut,
+            additional_buffer_factor,
+        )
+        places = f"offload_param={place_told(parameters)}, offload_optimizer={place_told(states)}"
+        print(row_told(host, gpu, f"{places}, zero_init={int(built_cut)}"))
+
+
+_HEAD = "Estimated memory needed for params, optim states and gradients for a:"
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes of a host and of a GPU."""
+    gpus = num_nodes * num_gpus_per_node
+    if cpu_offload:
+        return int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params
+    gpu = 2 * total_params + int(18 * total_params / gpus)
+    return int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), gpu
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print them for a model."""
+    estimate_zero2_model_states_mem_needs_all_cold(
+        sum(p.numel() for p in model.parameters()), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print them for a number of parameters."""
+    print(setup_told(num_gpus_per_node, num_nodes, f"{total_params // 10**6}M total params."))
+    for offloads in (True, False):
+        host, gpu = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offloads, additional_buffer_factor
+        )
+        print(row_told(host, gpu, f"offload_optimizer={place_told(offloads)}"))
+
+
+def setup_told(gpus: int, nodes: int, model: str) -> str:
+    """The head of a table."""
+    machines = f"{nodes} node{'s' if nodes > 1 else ''}, {gpus} GPU{'s' if gpus > 1 else ''} per node"
+    return f"{_HEAD}\nHW: Setup with {machines}.\nSW: Model with {model}\n  per CPU  |  per GPU |   Options"
+
+
+def row_told(host: int, gpu: int, options: str) -> str:
+    """A row of it."""
+    return f" {host / 2**30:7.2f}GB | {gpu / 2**30:6.2f}GB | {options}"
+
+
+def place_told(is_on_host: bool) -> str:
+    """Where something lies, as wide as DeepSpeed writes it."""
+    return "cpu " if is_on_host else "none"
+
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
+
+_WHOLE: Final = "parameters are gathered and dropped by the engine; GatheredParameters shows them whole"
+_CUT: Final = "an nn.Linear is cut by tensor_parallel.autotp_size, or by layouts= of deepspeed.initialize"
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.zero",
+    {
+        "TiledLinear TiledLinearReturnBias linear tiling": _CUT,
+        "DeepSpeedZeRoOffload parameter_offload": "`offload_param` of the configuration lays parameters on "
+        "the host",
+        "contiguous_memory_allocator offload_states partitioned_param_coordinator partitioned_param_profiler "
+        "test": "the engine gathers and drops parameters, in chunks: Plan(chunk_megabytes=)",
+        "muon": 'say {"type": "Muon"} in the section optimizer of the configuration',
+        "config offload_config leaf_module_config": "say the section zero_optimization as a dict: "
+        "deepspeed.initialize(config=)",
+        "unwrap_model_for_generation": "engine.engine.generate(ids, n) writes text under any plan",
+        "utils": "engine.plan says how the model is laid out",
+        "free_param AllGatherHandle AllGatherCoalescedHandle InsertPostInitMethodToModuleSubClasses": _WHOLE,
+        "shutdown_init_context restore_init_context DeepSpeedTensorOverride": "leave the `with zero.Init():` "
+        "block: in it modules are built without memory",
+        "DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3": (
+            "engine.optimizer is torch's own; engine.plan.zero says what is cut"
+        ),
+        "AllReduceCoalescedHandle MultipleAllGatherHandles NoGatherCoalescedHandle NoGatherHandle "
+        "CUDAQuantizer QuantizationInfo get_allgather_dtype get_all_subclasses get_new_tensor_fn_for_dtype "
+        "debug_rank0 print_rank_0 zero_wrapper_for_fp_tensor_constructor IPGBucket IPGBucketZ3 "
+        "GradPartitionBufferGroup input isclose lcm model_to_params move_to_cpu print_rank_msg "
+        "get_alignment_padding split_half_float_double": "it is DeepSpeed's own: leave it out",
+    },
+    elsewhere={"partition_parameters stage3 stage_1_and_2": __name__},
+)

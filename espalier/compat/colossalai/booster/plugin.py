@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from espalier.compat.absent import or_absent
 from espalier.compat.axes import Axes
-from espalier.compat.colossalai.booster.boosted import Boosted
 from espalier.compat.colossalai.config import offload_of, scale_of
+from espalier.compat.colossalai.interface import Boosted
 from espalier.compat.colossalai.pipeline import PipelineStageManager
 from espalier.compat.colossalai.utils import sampler_of, share_of
 from espalier.mesh import Mesh

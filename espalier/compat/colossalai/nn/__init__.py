@@ -1,25 +1,38 @@
 """``colossalai.nn``: torch's layers, which the plan cuts; its optimizers; schedules by step; a metric."""
 
+from __future__ import annotations
+
 from typing import Any
 
-from torch import nn as _nn
+import torch
+from torch import nn
 
 from espalier.compat.absent import Absent, or_absent
-from espalier.compat.colossalai.nn import lr_scheduler, metric, optimizer
-
-__all__ = ["lr_scheduler", "metric", "optimizer"]
+from espalier.compat.colossalai.nn import lr_scheduler, optimizer
 
 
 def _of_torch(name: str) -> Any:
-    for home in (lr_scheduler, optimizer, metric):
+    for home in (lr_scheduler, optimizer):
         found = getattr(home, name, None)
         if name in home.__all__ or isinstance(found, Absent):
             return found
-    return getattr(_nn, name)
+    return getattr(nn, name)
 
 
 _WHOLE = "torch.nn's layers are cut by the plan: write the model for one device"
 _SUFFIXES = ("1D", "2D", "2p5D", "3D")
+
+
+class Accuracy(nn.Module):
+    """How many of the highest logits are the labels."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Their number."""
+        return (logits.argmax(-1) == targets).sum()
+
+
+__all__ = ["Accuracy", "lr_scheduler", "optimizer"]
+
 __getattr__ = or_absent(
     __name__,
     "colossalai.nn",
@@ -59,7 +72,18 @@ __getattr__ = or_absent(
         ),
         "ColoDDP": "Booster with TorchDDPPlugin shares the batch",
         "GeminiDDP ZeroDDP zero_model_wrapper zero_optim_wrapper": "colossalai.zero has it",
+        "parallel_1d parallel_2d parallel_2p5d parallel_3d vanilla": _WHOLE,
+        "layernorm": "torch.nn.LayerNorm is cut by the plan",
+        "moe": "Plan(expert=n) finds experts in the model, as transformers writes them",
+        "parallel_sequence": "Plan(context=n) cuts sequences of plain attention",
+        "scaled_softmax": "torch's scaled_dot_product_attention is cut by the plan",
+        "wrapper": "parameters that stages share are found in the model",
+        "Accuracy2D Accuracy2p5D Accuracy3D calc_acc": "Accuracy counts whole rows under any plan",
     },
     _of_torch,
-    elsewhere={"layer": f"{__name__}.layer", "loss": __name__, "parallel": "espalier.compat.colossalai.zero"},
+    elsewhere={
+        "layer base_layer colossalai_layer common dropout embedding linear normalization utils loss metric "
+        "accuracy_2d accuracy_2p5d accuracy_3d": __name__,
+        "parallel": "espalier.compat.colossalai.zero",
+    },
 )

@@ -9,9 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from espalier.compat.absent import or_absent
-from espalier.compat.deepspeed.utils import groups, tensors, timer
+from espalier.compat.deepspeed import groups, timers
+from espalier.compat.deepspeed.utils import tensors
 from espalier.compat.deepspeed.utils.tensors import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -26,16 +28,6 @@ from espalier.compat.deepspeed.utils.tensors import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
-)
-from espalier.compat.deepspeed.utils.z3_leaf_module import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
 )
 from espalier.mesh.process import running_rank
 from espalier.tensor import deferred
@@ -116,6 +108,102 @@ class OnDevice:
         self._stack.close()
 
 
+_LEAF = "_z3_leaf"
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes; it has no effect, as parameters are gathered where they are used.
+
+    Raises:
+        ValueError: there is none, unless ``raise_if_not_found`` is false.
+    """
+    return _of_classes(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes; nothing is set.
+
+    Raises:
+        ValueError: there is none, unless ``raise_if_not_found`` is false.
+    """
+    return _of_classes(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules of these names, and the names of which there is none.
+
+    Raises:
+        ValueError: there are such, unless ``raise_if_not_found`` is false.
+    """
+    return _of_names(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules whose names end so, and the endings of which there is none.
+
+    Raises:
+        ValueError: there are such, unless ``raise_if_not_found`` is false.
+    """
+    return _of_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Note it of one module."""
+    setattr(model, _LEAF, flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether it is noted."""
+    return bool(getattr(model, _LEAF, False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All of which it is."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
+    """No parameter is gathered with others."""
+    return False
+
+
+def _of_classes(
+    model: nn.Module, kinds: Sequence[type[nn.Module] | str], flag: bool, must: bool
+) -> list[nn.Module]:
+    names = {x if isinstance(x, str) else x.__name__ for x in kinds}
+    found = [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+    if must and not found:
+        raise ValueError(f"set_z3_leaf_modules: the model has no module of {', '.join(sorted(names))}.")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _of_names(
+    model: nn.Module, words: Iterable[str], fits: Callable[[str, str], bool], flag: bool, must: bool
+) -> tuple[list[nn.Module], list[str]]:
+    named, missing = dict(model.named_modules()), []
+    modules: dict[str, nn.Module] = {}
+    for word in words:
+        found = {name: module for name, module in named.items() if fits(name, word)}
+        if not found:
+            missing.append(word)
+        modules |= found
+    if missing and must:
+        raise ValueError(f"set_z3_leaf_modules: no module of the model is named {', '.join(missing)}.")
+    for module in modules.values():
+        set_z3_leaf_module(module, flag)
+    return list(modules.values()), missing
+
+
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
@@ -163,7 +251,17 @@ __getattr__ = or_absent(
         "bwc": "engine.plan says how many ranks share what",
         "torch": "torch.__version__ says it",
         "config debug exceptions static_cache types zero_to_torch": "it is DeepSpeed's own: leave it out",
+        "LoggerFactory get_current_level get_dist_msg get_log_level_from_string print_configuration "
+        "print_dist print_json_dist should_log_le warning_once": (
+            'logging is Python\'s own: logging.getLogger("deepspeed"), and log_dist(message, ranks)'
+        ),
+        "apply_zero_leaf_module_config": "leave it out: parameters are gathered where they are used",
     },
     lambda name: getattr(groups, name),
-    elsewhere={"init_on_device nvtx": __name__, "tensor_fragment": tensors.__name__},
+    elsewhere={
+        "init_on_device logging nvtx z3_leaf_module": __name__,
+        "groups": groups.__name__,
+        "tensor_fragment": tensors.__name__,
+        "timer": timers.__name__,
+    },
 )

@@ -18,7 +18,7 @@ from torch import nn
 from espalier.comm.redistribute import carry_out
 from espalier.comm.row_exchange import Spans, exchange, spans_of
 from espalier.compat.absent import or_absent
-from espalier.compat.deepspeed.axes import axes_of
+from espalier.compat.deepspeed.groups import axes_of
 from espalier.engine import Engine
 from espalier.engine.seen import gradient_seen
 from espalier.layout import Layout, Replicate, Shard

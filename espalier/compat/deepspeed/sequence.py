@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.layer``: attention whose heads are cut over the ranks that share a sequence."""
+"""``deepspeed.sequence``: attention whose heads are cut over the ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from espalier.compat.absent import or_absent
 from espalier.layout import Shard
 from espalier.mesh import Mesh
 from espalier.tensor import DTensor
+
+__path__: list[str] = []  # there are modules in it
 
 
 class DistributedAttention(nn.Module):
@@ -70,13 +72,22 @@ class DistributedAttention(nn.Module):
         return turned(self.local_attn(*heads, *args, **kwargs), self.scatter_idx, self.gather_idx)
 
 
+__all__ = ["DistributedAttention"]
+
 __getattr__ = or_absent(
     __name__,
-    "deepspeed.sequence.layer",
+    "deepspeed.sequence",
     {
+        "auto_sp autosp_detector autosp_fusion autosp_vit fpdt_layer": (
+            "say sequence_parallel_size in the configuration: the model's own attention is cut"
+        ),
+        "cross_entropy linear_cross_entropy vocab_parallel_ops": (
+            "call torch.nn.functional.cross_entropy: it takes logits that are cut over ranks"
+        ),
         "single_all_to_all pre_all2all_fun post_all2all uneven_heads_all2all register_all_to_all_group": (
             "DTensor.redistribute() turns a cut of the sequence into one of heads"
         ),
         "apply_rotary_pos_emb": "turn queries and keys before they come to the attention",
     },
+    elsewhere={"layer": __name__},
 )

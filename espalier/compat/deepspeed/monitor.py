@@ -6,17 +6,18 @@ import csv
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final, Protocol
 
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.compat.absent import or_absent
-from espalier.compat.deepspeed.monitor import config
 from espalier.mesh.process import running_rank
 from espalier.tensor.dry_runs import UNCOUNTED
 
-__all__ = ["CSV", "Flops", "Monitor", "MonitorMaster", "TensorBoard", "WandB", "config"]
+__path__: list[str] = []  # there are modules in it
+
 
 Event = tuple[str, float, int]
 
@@ -164,18 +165,42 @@ class Flops:
             print(report, flush=True)
 
 
+_FILES: Final = MappingProxyType({"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"})
+_SECTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "tensorboard": _FILES,
+        "wandb": MappingProxyType({"enabled": False, "group": None, "team": None, "project": "deepspeed"}),
+        "csv_monitor": _FILES,
+    }
+)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
+    """``tensorboard``, ``wandb`` and ``csv_monitor`` with what is given and defaults; ``enabled``: is any of
+    them."""
+    sections = {
+        name: SimpleNamespace(**{**defaults, **(param_dict.get(name) or {})})
+        for name, defaults in _SECTIONS.items()
+    }
+    return SimpleNamespace(**sections, enabled=any(section.enabled for section in sections.values()))
+
+
+__all__ = ["CSV", "Flops", "Monitor", "MonitorMaster", "TensorBoard", "WandB", "get_monitor_config"]
+
 __getattr__ = or_absent(
     __name__,
     "deepspeed.monitor",
     {
-        "csvMonitor TensorBoardMonitor WandbMonitor": "MonitorMaster(config) writes all that a "
-        "configuration asks "
-        "for, and engine.monitor.writers may be added to",
-        "comet CometMonitor EventsLogScheduler": "engine.monitor.writers.append(...) with a write_events "
-        "of your own",
+        "csvMonitor TensorBoardMonitor WandbMonitor": "MonitorMaster(config) writes all that a configuration "
+        "asks for, and engine.monitor.writers may be added to",
+        "comet CometMonitor EventsLogScheduler": "engine.monitor.writers.append(...) with a write_events of "
+        "your own",
         "utils check_tb_availability check_wandb_availability check_comet_availability": (
             "a package that is missing is told when its writer is made"
         ),
+        "TensorBoardConfig WandbConfig CSVConfig CometConfig DeepSpeedMonitorConfig": (
+            "get_monitor_config(config) takes a dict"
+        ),
     },
-    elsewhere={"monitor csv_monitor tensorboard wandb": __name__},
+    elsewhere={"monitor config csv_monitor tensorboard wandb": __name__},
 )

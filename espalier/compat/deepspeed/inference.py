@@ -9,11 +9,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from espalier.compat.deepspeed.axes import init_distributed
+from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.config import load
+from espalier.compat.deepspeed.groups import init_distributed
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh.process import running_size
 from espalier.texts import MistakeError, unknown_key
+
+__path__: list[str] = []  # there are modules in it
+
 
 _OWNER: Final = "deepspeed.init_inference"
 _WORDS: Final = {
@@ -190,3 +194,22 @@ def init_inference(
     if tables.get("checkpoint") is not None:
         engine.load_weights(tables["checkpoint"])
     return InferenceEngine(engine)
+
+
+__all__ = ["InferenceEngine", "init_inference"]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.inference",
+    {
+        "v2": "deepspeed.init_inference(model, tensor_parallel={'tp_size': n}) answers: "
+        "engine.generate(input_ids, max_new_tokens=n)",
+        "quantization": "weights are not quantised: dtype= of init_inference casts them",
+        "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig "
+        "InferenceCheckpointConfig ActivationQuantConfig BaseQuantConfig DtypeEnum MoETypeEnum "
+        "QKVQuantConfig QuantTypeEnum WeightQuantConfig": (
+            "deepspeed.init_inference(model, config={...}) takes a dict"
+        ),
+    },
+    elsewhere={"config engine": __name__},
+)

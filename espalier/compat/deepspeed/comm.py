@@ -13,10 +13,12 @@ import torch.distributed as _dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from espalier.compat.absent import or_absent
-from espalier.compat.deepspeed.axes import init_distributed
+from espalier.compat.deepspeed.groups import init_distributed
 from espalier.device import accelerator
 from espalier.mesh.process import running_rank as get_rank
 from espalier.mesh.process import running_size as get_world_size
+
+__path__: list[str] = []  # there are modules in it
 
 __all__ = [
     "all_gather_coalesced",

@@ -1,4 +1,4 @@
-"""The optimizers that DeepSpeed makes by name, as torch's own; those that torch lacks are written out here.
+"""``deepspeed.ops``: the optimizers that DeepSpeed makes by name, as torch's own; those that torch lacks.
 
 What works element by element is torch's own class, which the engine updates on local tensors; the others go
 operation by operation, exact on whatever layout.
@@ -14,14 +14,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from espalier.compat.absent import or_absent
 from espalier.compat.updates import OneByOne
 from espalier.parallel.several import Several
 from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
 
+__path__: list[str] = []  # there are modules in it
+
+
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
-def adam(
+def adam_or_adamw(
     params: Parameters,
     lr: float = 1e-3,
     bias_correction: bool = True,
@@ -213,7 +217,11 @@ def muon(module: nn.Module, groups: list[dict[str, Any]], params: Mapping[str, A
     return Several(parts)
 
 
-_BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": adam, "lamb": Lamb, "lion": Lion}
+_BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": adam_or_adamw,
+    "lamb": Lamb,
+    "lion": Lion,
+}
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 _MUP = ("muadam", "muadamw", "musgd")
 
@@ -273,3 +281,94 @@ def _unknown(key: str, known: Mapping[str, str]) -> str:
     names = [*known.values(), "Lamb", "Lion", "Muon"]
     all_of_them = f"known: {', '.join(names)}"
     return f"unknown optimizer; {did_you_mean(key, names, all_of_them, show=str)}"
+
+
+class FusedAdam:
+    """AdamW, or with ``adam_w_mode=False`` Adam, of torch."""
+
+    def __new__(cls, params: Parameters, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        """The optimizer."""
+        return adam_or_adamw(params, *args, **kwargs)
+
+
+class DeepSpeedCPUAdam:
+    """AdamW, or with ``adamw_mode=False`` Adam, of torch."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Parameters,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return adam_or_adamw(
+            model_params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adamw_mode,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
+
+
+class DeepSpeedCPUAdagrad:
+    """Adagrad of torch."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Parameters,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """The optimizer."""
+        if not fp32_optimizer_states:
+            raise ValueError(
+                "DeepSpeedCPUAdagrad(fp32_optimizer_states=False): expected True: states are float32."
+            )
+        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+FusedLamb, FusedLion, DeepSpeedCPULion = Lamb, Lion, Lion
+
+__all__ = [
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+]
+
+__getattr__ = or_absent(
+    __name__,
+    "deepspeed.ops",
+    {
+        "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig triton_ops compile": (
+            "models run as they are written: engine.compile() compiles their blocks"
+        ),
+        "deepspeed4science": "write flex_attention of torch in the model",
+        "pin_memory": "get_accelerator().pin_memory(tensor), or tensor.pin_memory()",
+        "sparse_attention": "DeepSpeed has dropped it: write flex_attention of torch in the model",
+        "fp_quantizer quantizer": "weights are not quantised in training",
+        "aio gds op_builder": "threads of the process read and write files; there are no kernels to build",
+        "random_ltd": "choose data and sequence lengths in the data set",
+        "zenflow_cpu_adam zenflow_torch_adam ZenFlowCPUAdam ZenFlowSelectiveAdamW "
+        "ZenFlowSelectiveAdamW_stage3": "`offload_optimizer` of the configuration lays states on the host",
+        "multi_tensor_apply multi_tensor_applier": "updates are torch's, of many tensors at a time",
+    },
+    elsewhere={
+        "adagrad cpu_adagrad adam fused_adam cpu_adam lamb fused_lamb lion fused_lion cpu_lion": __name__
+    },
+)

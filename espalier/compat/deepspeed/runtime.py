@@ -1,24 +1,30 @@
-"""``deepspeed.runtime.utils``: what training programs take from there."""
+"""``deepspeed.runtime``: what programs take from there."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext as noop_context  # noqa: F401
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.accelerator import get_accelerator
+from espalier.compat.deepspeed.utils import RepeatingLoader
 from espalier.device import process_memory
 from espalier.engine.seen import gradients_seen
 from espalier.mesh.process import running_rank
 from espalier.trees import tree_map
+
+__path__: list[str] = []  # there are modules in it
+
 
 _GB = 2**30
 
@@ -202,10 +208,89 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join(words)})"
 
 
+class DeepSpeedDataLoader(DataLoader[Any]):
+    """A loader of torch's, of this rank's rows.
+
+    Args:
+        local_rank: below 0: of all rows, in any order.
+        tput_timer: is started before each batch.
+        num_local_io_workers: by default none: rows are read by this process.
+        data_parallel_world_size, data_parallel_rank: by default all ranks share the rows.
+        deepspeed_dataloader_config: of curricula, which are not there.
+
+    Raises:
+        ValueError: a curriculum is asked for.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Sampler[Any] | None = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (deepspeed_dataloader_config or {}).get("curriculum_learning"):
+            raise ValueError(
+                "DeepSpeedDataLoader: there is no curriculum: expected a data_sampler that chooses the rows."
+            )
+        if data_sampler is None:
+            data_sampler = (
+                DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
+                if local_rank >= 0
+                else RandomSampler(dataset)  # type: ignore[arg-type]  # it has a length
+            )
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=dataloader_drop_last,
+        )
+        self.tput_timer, self.data_sampler = tput_timer, data_sampler
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            if self.tput_timer:
+                self.tput_timer.start()
+            yield batch
+
+
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
+
 __getattr__ = or_absent(
     __name__,
-    "deepspeed.runtime.utils",
+    "deepspeed.runtime",
     {
+        "fp16 bf16_optimizer base_optimizer": "engine.optimizer, torch's own, has cur_scale and overflow",
+        "compiler": "engine.compile() compiles the model's blocks",
+        "data_pipeline": "choose data and sequence lengths in the data set",
+        "hybrid_engine hybrid_engine_graph rollout": "engine.engine.generate(ids, n) writes text under "
+        "any plan",
+        "tensor_parallel domino": "say tensor_parallel.autotp_size in the configuration",
+        "sequence_parallel": "say sequence_parallel_size in the configuration",
+        "swap_tensor superoffload zenflow": "`offload_optimizer` and `offload_param` of the configuration",
+        "checkpoint_engine model_checkpointing state_dict_factory": "engine.save_checkpoint, load_checkpoint",
+        "weight_quantizer quantize": "weights are not quantised",
+        "chunked_cross_entropy": "call torch.nn.functional.cross_entropy",
+        "comm": "gradients are summed by backward() and step()",
+        "eigenvalue progressive_layer_drop sparse_tensor": "DeepSpeed has dropped it, or its use: leave "
+        "it out",
+        "keep_in_fp32 precision_config torch_autocast": "Plan(precision=), or fp16, bf16, torch_autocast "
+        "of the "
+        "configuration, say the dtypes",
+        "python_gc": "engine.collect_python_gc()",
+        "config_utils": "deepspeed.initialize(config=) takes a dict",
+        "constants": "the configuration's keys are words: see docs/deepspeed.md",
         "OutputBackwardHookManager TLinear check_internal_apis_for_count_used_parameters "
         "combine_grad_norm_groups "
         "compare_tensors_in_structures count_used_parameters_in_backward filter_empty_parameters "
@@ -222,5 +307,14 @@ __getattr__ = or_absent(
         "parameters: see engine.plan.zero",
         "offload_adam_states reload_adam_states": "Plan(offload=) lays states on the host: "
         "`offload_optimizer` of the configuration",
+    },
+    elsewhere={
+        "activation_checkpointing": "espalier.compat.deepspeed.checkpointing",
+        "config": "espalier.compat.deepspeed.config",
+        "dataloader utils": __name__,
+        "engine": "espalier.compat.deepspeed.engine",
+        "lr_schedules": "espalier.compat.deepspeed.schedules",
+        "pipe": "espalier.compat.deepspeed.pipe",
+        "zero": "espalier.compat.deepspeed.zero",
     },
 )

@@ -1,4 +1,4 @@
-"""``deepspeed.profiling.flops_profiler.profiler``: operations, products and parameters of a model.
+"""``deepspeed.profiling``: operations, products and parameters of a model.
 
 Matrix products, convolutions and attention are counted, as torch's ``FlopCounterMode`` does; what works
 element by element is not.
@@ -18,6 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from espalier.compat.absent import or_absent
 from espalier.tensor.dry_runs import UNCOUNTED
+
+__path__: list[str] = []  # there are modules in it
+
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"))
 
@@ -189,12 +192,16 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
     return f"{number_to_string(duration, units, precision)}s"
 
 
+__all__ = ["FlopsProfiler", "get_model_profile"]
+
 __getattr__ = or_absent(
     __name__,
-    "deepspeed.profiling.flops_profiler.profiler",
+    "deepspeed.profiling",
     {
+        "config constants": "say the section flops_profiler as a dict: deepspeed.initialize(config=)",
         "get_module_flops get_module_macs get_module_duration wrapFunc": (
             "FlopsProfiler(model) counts a whole model; torch.profiler breaks it down"
-        )
+        ),
     },
+    elsewhere={"flops_profiler profiler": __name__},
 )
