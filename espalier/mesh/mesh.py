@@ -66,7 +66,7 @@ class Mesh:
             ``espalier.comm.waits``).
         lanes: by axis, what carries messages alone, to higher coordinates and to lower ones (see
             ``espalier.comm.collectives.open_lanes``).
-        under_way: what compiled graphs have begun on it and not ended (see ``espalier.comm.bucketed_ops``).
+        under_way: what compiled graphs have begun on it and not ended (see ``espalier.tensor.bucketing``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from espalier.parallel import Plan
 from espalier.parallel.data.gradients import AT_ONCE
-from espalier.planner.away import share_here, under_way
-from espalier.planner.cells import Costs, Update
+from espalier.parallel.plan import Offload
+from espalier.planner.cells import LEAST_ZERO, Away, Costs, Update
+from espalier.planner.prices import Prices
 
 
 def memory_by_rank(
@@ -88,3 +90,147 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
 def _rows(ranks: float) -> float:
     """What is sent of a chunk, and this rank's part of the sum, in chunks: others' are read in place."""
     return 0.0 if ranks <= 1 else 1.0 + 1.0 / ranks
+
+
+# ---- what is off the device between its uses: which ways there are, what they spare, and what they take
+#
+# How many bytes go where, and when, is recorded of the engine's own dry steps; a cluster says how fast its
+# hosts and disks are. Where a device has its own memory, an optimizer with a kernel for the host updates
+# states there, chunk by chunk: gradients come and parameters go meanwhile, so what is slowest of these is
+# waited for. What passes bring and take goes beside what is computed.
+
+_CHUNKS = 3  # of states are here at once while they are updated
+
+
+class Carried(NamedTuple):
+    """What offloading takes of a step.
+
+    Attributes:
+        waited: seconds in which nothing else goes on.
+        hidden: seconds beside what is computed.
+        update: of what was to be updated on the device, the share that still is.
+        sent: bytes that go to and from each place.
+        rests: bytes that lie there.
+    """
+
+    waited: float = 0.0
+    hidden: float = 0.0
+    update: float = 1.0
+    sent: Mapping[str, float] = {}
+    rests: Mapping[str, float] = {}
+
+
+NOTHING = Carried()
+
+
+def may_leave(plan: Plan) -> tuple[str, ...]:
+    """The kinds of state that a plan's ZeRO stage lets off the device."""
+    alone = plan.data * plan.context == 1
+    return tuple(kind for kind, least in LEAST_ZERO.items() if alone or plan.zero >= least)
+
+
+def ways(plan: Plan, directory: str) -> Iterator[Offload]:
+    """Where states, gradients and parameters may be, those that take least time first."""
+    kinds = may_leave(plan)
+    for states in ("host", "disk"):
+        for n in range(1, len(kinds) + 1):
+            yield _offload({"states": states, **dict.fromkeys(kinds[1:n], "host")}, directory)
+    if "parameters" in kinds:
+        yield _offload({"states": "disk", "gradients": "host", "parameters": "disk"}, directory)
+
+
+def _offload(places: Mapping[str, str], directory: str) -> Offload:
+    on_disk = {"directory": directory} if "disk" in places.values() else {}
+    return Offload.model_validate({**places, **on_disk})
+
+
+def share_here(offload: Offload, kind: str) -> float:
+    """The share of a kind of state that stays on the device."""
+    share = offload.shares[kind]
+    if share.place == "device":
+        return 1.0
+    return 0.0 if share.ratio == "auto" else 1.0 - share.ratio
+
+
+def under_way(plan: Plan, update: Update, ranks: float, block: float, has_kernel: bool) -> float:
+    """Bytes of states that are on the device for a time while those that are off it are updated.
+
+    Args:
+        block: bytes of a block's parameters, which are a chunk with ZeRO-3.
+        has_kernel: whether the optimizer has one for the host, which then updates all of them there.
+    """
+    if has_kernel and (plan.offload.update == "host" or plan.offload.states.place == "disk"):
+        return 0.0
+    cut = ranks if plan.zero else 1
+    chunk = max(plan.chunk_megabytes * 1e6, block if plan.zero == 3 else 0.0)
+    return _CHUNKS * chunk * update.states / cut
+
+
+def carried(
+    plan: Plan,
+    away: Away,
+    prices: Prices,
+    *,
+    size: float,
+    ranks: float,
+    moved: float,
+    behind: float,
+    updated: float,
+    has_kernel: bool,
+) -> Carried:
+    """What the offloading of a plan takes.
+
+    Args:
+        away: what was recorded of its ZeRO stage.
+        size: bytes of parameters of a rank, before the data axis cuts them.
+        ranks: that share what the data axis cuts.
+        moved: bytes that an update reads and writes, a byte of parameters.
+        behind: seconds that passes compute.
+        updated: seconds of the update on the device.
+        has_kernel: whether the optimizer has one for the host.
+    """
+    cluster = prices.cluster
+    sharing = min(plan.world_size, cluster.level[0].ranks)
+    link = cluster.host.to_device_gbs * 1e9
+    own = size / ranks if plan.zero else size  # of this rank's pieces
+    recorded = own * away.ranks if plan.zero and ranks > 1 else own
+    gone = {kind: 1.0 - share_here(plan.offload, kind) for kind in plan.offload.shares}
+    by_host = plan.offload.update != "device" or plan.offload.states.place == "disk"
+    at_host = has_kernel and by_host and gone["states"] > 0 and not cluster.device.waits
+    sent: dict[str, float] = {}
+    rests: dict[str, float] = {}
+    lines = {part: dict.fromkeys(("up", "down", "copies", "disk"), 0.0) for part in ("passes", "step")}
+    for (part, kind, way), n in away.total(plan.accumulate).items():
+        nbytes, place = n * recorded * gone[kind], plan.offload.shares[kind].place
+        if not nbytes:
+            continue
+        line, stays = lines[part], part == "step" and at_host
+        if place == "disk":
+            rate = cluster.disk.write_gbs if way == "away" else cluster.disk.read_gbs
+            line["disk"] += nbytes * sharing / (rate * 1e9)
+        if not stays:
+            line["down" if way == "away" else "up"] += nbytes
+        if way == "away" and kind != "states":
+            line["copies"] += nbytes  # a CPU's states are updated where they lie
+        if not stays or place == "disk":
+            sent[place] = sent.get(place, 0.0) + nbytes
+    for kind, n in away.rests.items():
+        place = plan.offload.shares[kind].place
+        if gone[kind]:
+            rests[place] = rests.get(place, 0.0) + n * recorded * gone[kind]
+    share = gone["states"] if at_host else 0.0
+    if at_host:
+        for kind, way in (("gradients", "down"), ("parameters", "up")):
+            if not gone[kind]:
+                lines["step"][way] += own * share
+                sent["host"] = sent.get("host", 0.0) + own * share
+    if cluster.device.waits:
+        passes, step = (prices.moved("copy_", 2 * x) if (x := lines[p]["copies"]) else 0.0 for p in lines)
+        hidden = min(lines["passes"]["disk"], behind)
+        late = max(0.0, lines["step"]["disk"] - updated) + lines["passes"]["disk"] - hidden
+        return Carried(passes + step + late, hidden, 1.0, sent, rests)
+    took = {part: max(x["up"] / link, x["down"] / link, x["disk"]) for part, x in lines.items()}
+    hidden = min(took["passes"], behind)
+    host = own * moved * share * sharing / (cluster.host.update_gbs * 1e9)
+    step = max(took["step"], host)
+    return Carried(took["passes"] - hidden + step, hidden, 1.0 - share, sent, rests)

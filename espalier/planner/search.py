@@ -17,12 +17,11 @@ from espalier.parallel.fused import has_host_kernel
 from espalier.parallel.plan import Offload, known_as
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
-from espalier.planner.away import NOTHING, carried, share_here, ways
 from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
 from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
 from espalier.planner.events import Step, step_of
-from espalier.planner.memory import memory_by_rank
+from espalier.planner.memory import NOTHING, carried, memory_by_rank, share_here, ways
 from espalier.planner.prediction import DIVIDED, UNPRICED, Found, Prediction, kinds_of, plan_table
 from espalier.planner.prices import HIDDEN, Prices, Spent, Stage, spent_on
 from espalier.planner.space import Space, divisors

@@ -23,7 +23,7 @@ from espalier.faults.settings import Spikes
 from espalier.parallel import Plan, PlanError
 from espalier.texts import MISSING, Mistake, MistakeError, did_you_mean, read_table, unknown_key
 from espalier.train.model_spec import HF, Facts, ModelSpec, read_model
-from espalier.train.optimizer_names import name_mistakes
+from espalier.train.names import name_mistakes
 from espalier.train.sections import (
     CheckpointSection,
     DataSection,

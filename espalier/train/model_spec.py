@@ -35,7 +35,7 @@ from espalier.texts import (
     read_table,
     unknown_key,
 )
-from espalier.train.transformers_names import config_typos
+from espalier.train.names import config_typos
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,21 +21,61 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
 from espalier.faults.watchdog import watched
 from espalier.mesh.hosts import Hosts, Task
 from espalier.mesh.launch import LaunchError, launch
 from espalier.mesh.process import finish, outlive_terminal, start
-from espalier.train.building import check_buildable
-from espalier.train.comparing import measured
+from espalier.planner.compare import Measured, measure
+from espalier.train.building import build_model, build_optimizer, check_buildable, count_of
 from espalier.train.corpus import prepare
-from espalier.train.data import check_data
+from espalier.train.data import check_data, training_batches
 from espalier.train.job import Job
 from espalier.train.metrics import Display, Lines, Progress
 from espalier.train.runlog import note
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 from espalier.train.verify import verify
+
+# ---- a job's plan, predicted and run: one beside the other
+
+
+def measured(job: Job, steps: int, device_type: str | None = None) -> Measured | None:
+    """Train the job's model for some steps on this rank, with its own data, from weights drawn at random.
+
+    Args:
+        device_type: on which; by default what the ranks have.
+
+    Returns:
+        What they took, on rank 0; None on the others.
+    """
+    import espalier
+
+    dtype = getattr(torch, job.train.dtype)
+    model = build_model(job.model, job.train.seed, dtype)
+    optimizer = build_optimizer(job.optimizer, model)
+    options: dict[str, Any] = {"max_grad_norm": job.clip, "count": count_of(job.model)}
+    if device_type is not None:
+        options["mesh"] = espalier.Mesh.from_env(job.plan.axes, device_type)
+    engine = espalier.initialize(model, optimizer, job.plan, **options)
+    sizes = {"size": job.train.batch_size, "sequence": job.train.sequence, "seed": job.train.seed}
+    batches = training_batches(job, prepare(job), **sizes, dtype=dtype)
+    step = 0
+
+    def batch() -> list[Any]:
+        nonlocal step
+        step += 1
+        return [
+            engine.local_batch(batches.batch(step, rows), size)
+            for rows, size in engine.micro_batches(batches.size)
+        ]
+
+    seconds = measure(engine, batch, steps)
+    return seconds if engine.mesh.rank == 0 else None
+
+
+# ---- ranks that work on a job
 
 LEAVE = ("SIGTERM", "SIGUSR1", "SIGHUP")
 """Signals that ask a run to save and leave."""

@@ -4,7 +4,7 @@
 file                    content
 ======================= ====================================================================
 ``metrics.jsonl``       a :class:`~espalier.train.metrics.Record` a line
-``events.jsonl``        an :class:`~espalier.train.callbacks.Event` a line: spikes, rollbacks, restarts
+``events.jsonl``        an :class:`~espalier.train.trackers.Event` a line: spikes, rollbacks, restarts
 ``run.json``            what does not change: plan, ranks, who holds what, versions, the job
 ``report.html``         all of it as one page, written anew as the run goes
 ======================= ====================================================================
@@ -26,11 +26,10 @@ import torch
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.files import write_file
 from espalier.mesh import Mesh
-from espalier.train.callbacks import Callback, Event
 from espalier.train.facts import facts_of, held_by_kind, timeline_of
 from espalier.train.metrics import Log, Record, peak_memory
 from espalier.train.page import write_page
-from espalier.train.trackers import trackers
+from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
 

@@ -25,9 +25,14 @@ from espalier.engine import SpikeError
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.schedules.simulate import can_draw, draw
-from espalier.train.building import build_model, build_optimizer, build_schedule, count_of, step_flops
-from espalier.train.callbacks import Callback
-from espalier.train.conversion import weights_of
+from espalier.train.building import (
+    build_model,
+    build_optimizer,
+    build_schedule,
+    count_of,
+    step_flops,
+    weights_of,
+)
 from espalier.train.corpus import Corpus
 from espalier.train.data import BatchSource, prepare, training_batches, validation_batches
 from espalier.train.evaluation import Evaluator, Judge
@@ -38,6 +43,7 @@ from espalier.train.model_spec import OwnSpec
 from espalier.train.outputs import WEIGHTS, sample, write_companions
 from espalier.train.page import PAGE, to_toml
 from espalier.train.runlog import RunLog
+from espalier.train.trackers import Callback
 from espalier.trees import named_leaves
 
 BEST = "best"

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from espalier.checkpoint.foreign import load_into
 from espalier.engine.batches import loss_of
 from espalier.parallel.plan import Plan
-from espalier.train.building import build_model, build_optimizer, count_of
-from espalier.train.conversion import weights_of
+from espalier.train.building import build_model, build_optimizer, count_of, weights_of
 from espalier.train.data import prepare, training_batches
 from espalier.train.job import Job
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from espalier import Plan
-from espalier.compat.deepspeed import optimizers, schedules
+from espalier.compat.deepspeed import ops, schedules
 from espalier.compat.deepspeed.config import read
 from espalier.compat.deepspeed.keys import KEYS, markdown
 from espalier.engine.norm import LossScaler
@@ -259,8 +259,8 @@ class Net(nn.Module):
         ("AdamW", {"weight_decay": 0.1}, torch.optim.AdamW),
         ("Adagrad", {}, torch.optim.Adagrad),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
-        ("Lion", {}, optimizers.Lion),
-        ("lamb", {}, optimizers.Lamb),
+        ("Lion", {}, ops.Lion),
+        ("lamb", {}, ops.Lamb),
         ("Muon", {"lr": 0.01, "adam_lr": 0.1}, Several),
     ],
 )
@@ -268,7 +268,7 @@ def test_optimizers(name: str, params: dict[str, Any], kind: type) -> None:
     """By name, with the options given; a loss falls."""
     torch.manual_seed(0)
     net, ids = Net(), torch.arange(5)
-    made = optimizers.make(name, params, net, None)
+    made = ops.make(name, params, net, None)
     assert type(made) is kind
     if name == "Adam":
         own = params.get("torch_adam") and kind is torch.optim.AdamW  # torch's default, as there
@@ -286,7 +286,7 @@ def test_muon_takes_matrices() -> None:
     """Embeddings and the head are Adam's; groups keep their own options."""
     net = Net()
     groups = [{"params": [*net.parameters()][:2], "lr": 0.5}, {"params": [*net.parameters()][2:]}]
-    made = optimizers.make("Muon", {"lr": 0.01, "momentum": 0.8}, net, groups)
+    made = ops.make("Muon", {"lr": 0.01, "momentum": 0.8}, net, groups)
     found = [(g["use_muon"], g["lr"], len(g["params"])) for g in made.param_groups]
     assert found == [(True, 0.5, 1), (False, 0.5, 1), (False, 0.01, 2)]
 
@@ -305,7 +305,7 @@ def test_muon_takes_matrices() -> None:
 def test_wrong_optimizers(name: str, params: dict[str, Any], told: str) -> None:
     """Are told with what was meant."""
     with pytest.raises(ValueError, match="mistake") as error:
-        optimizers.make(name, params, Net(), None)
+        ops.make(name, params, Net(), None)
     assert told in str(error.value)
 
 

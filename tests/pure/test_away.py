@@ -15,8 +15,8 @@ import torch
 from espalier import Plan, dry_run
 from espalier.models import GPT, GPTConfig, MoE, MoEConfig
 from espalier.planner import Cluster, Found, Recorder, Search, composed
-from espalier.planner.away import carried, ways
 from espalier.planner.explain import report, to_dict, to_toml, why_not, words
+from espalier.planner.memory import carried, ways
 from espalier.planner.prediction import plan_table
 from espalier.planner.prices import Prices
 from espalier.planner.whole import check, chosen, too_large

@@ -18,12 +18,11 @@ from espalier.cli.main import app
 from espalier.models import GPT, GPTConfig
 from espalier.planner import Cluster, Recorder, Search
 from espalier.planner import calibrate as calibration
-from espalier.planner.calibrate import disks, engine, kinds, local
+from espalier.planner.calibrate import engine, kinds, links, local
 from espalier.planner.calibrate.timing import Taken, slowed
 from espalier.planner.cluster import here
-from espalier.planner.curves import Grid, between
 from espalier.planner.explain import report
-from espalier.planner.prices import Prices
+from espalier.planner.prices import Grid, Prices, between
 from espalier.planner.recording import Op, Sent
 
 POINTS = [(100.0, 2.0), (1000.0, 3.0), (100_000.0, 90.0)]
@@ -120,13 +119,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_ROUNDS", 1)
     monkeypatch.setattr(engine, "_STEPS", 4)
     monkeypatch.setattr(kinds, "STEPS", (4, 2))
-    monkeypatch.setattr(disks.speeds, "__defaults__", (2**12,))
+    monkeypatch.setattr(links.speeds, "__defaults__", (2**12,))
     monkeypatch.setattr(calibration, "spawn", spawned)
 
 
 def test_a_disk_that_takes_nothing_is_left_as_assumed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", "utf-8")
-    assert disks.speeds(Mesh.single(("data",)), tmp_path / "file") == {}
+    assert links.speeds(Mesh.single(("data",)), tmp_path / "file") == {}
     made = calibration.combined([measured() | {"disk": {}}], 0.0)
     assert made.source("disk").source == "assumed" and made.source("host").source == "measured"
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espalier.comm import held
-from espalier.comm.held import is_alone
+from espalier.comm import redistribute
+from espalier.comm.redistribute import is_alone
 
 
 class Calls(TorchDispatchMode):
@@ -142,10 +142,10 @@ def test_who_traces_the_program_is_not_overlooked() -> None:
 
 def test_who_counts_operations_does_not_see_the_probes() -> None:
     """They are made once a process, in the middle of whatever asks first: a recording had them, or not."""
-    held._probed.cache_clear()
-    held._unsaved.cache_clear()
+    redistribute._probed.cache_clear()
+    redistribute._unsaved.cache_clear()
     x = torch.ones(2, 2)
     with Calls() as calls:
         is_alone(x)
-        held.has_own_memory(x)
+        redistribute.has_own_memory(x)
     assert calls.names == []

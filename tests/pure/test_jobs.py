@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models
 from espalier.parallel import Plan
 from espalier.train.building import build_model, check_buildable
 from espalier.train.job import Job, JobError, parse_value, shipped_jobs
-from espalier.train.optimizer_names import optimizers
+from espalier.train.names import config_typos, optimizers
 from espalier.train.optimizers import build_optimizer, rate
 from espalier.train.sections import OptimizerSection
-from espalier.train.transformers_names import config_typos
 
 GOOD = """
 [model]

@@ -19,12 +19,12 @@ import espalier
 from espalier.cli import app
 from espalier.parallel import Plan
 from espalier.train.building import step_flops
-from espalier.train.callbacks import Event
 from espalier.train.facts import published
 from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
 from espalier.train.page import PAGE, compared, page, read_run, to_toml
 from espalier.train.runlog import RunLog, note
+from espalier.train.trackers import Event
 from espalier.train.watch import Server
 from tests.pure.browsing import all_of, opened, violations
 

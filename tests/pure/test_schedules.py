@@ -32,8 +32,8 @@ from espalier.parallel.pipeline import (
     with_messages,
     without_messages,
 )
+from espalier.parallel.schedules.generate import dual_pipe_v, interleaved_zero_bubble, looped_bfs
 from espalier.parallel.schedules.simulate import draw
-from espalier.parallel.schedules.torchs import dual_pipe_v, interleaved_zero_bubble, looped_bfs
 
 STAGES = {kind: 2 if kind in ("interleaved", "zbv") else 1 for kind in KINDS}
 

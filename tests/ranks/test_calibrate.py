@@ -9,8 +9,7 @@ import pytest
 
 from espalier import Mesh
 from espalier.planner.calibrate import kinds
-from espalier.planner.calibrate.disks import speeds
-from espalier.planner.calibrate.links import collectives
+from espalier.planner.calibrate.links import collectives, speeds
 from espalier.planner.calibrate.timing import taken_by_others
 from espalier.planner.cluster import KINDS, Cluster
 

@@ -20,8 +20,8 @@ from espalier.comm.waits import waiting
 from espalier.planner.compare import Measured
 from espalier.planner.explain import to_toml
 from espalier.train.building import batch_on_meta, build_model, on_meta
-from espalier.train.comparing import measured
 from espalier.train.job import Job
+from espalier.train.run import measured
 
 CLUSTER = """
 [device]

@@ -19,13 +19,13 @@ from espalier.cli.main import app
 from espalier.models import GPTConfig
 from espalier.planner import Cluster, Search, compare
 from espalier.planner import calibrate as calibration
-from espalier.planner.calibrate import disks, engine, kinds, links, local
+from espalier.planner.calibrate import engine, kinds, links, local
 from espalier.planner.compare import Measured
 from espalier.planner.explain import report
-from espalier.train import comparing
+from espalier.train import run as running
 from espalier.train.building import batch_on_meta, on_meta
-from espalier.train.comparing import measured
 from espalier.train.job import Job
+from espalier.train.run import measured
 from tests.ranks.test_compare import JOB, waits
 from tests.sim.transport import Shared
 
@@ -48,7 +48,7 @@ def little() -> Iterator[None]:
     """Measure little: this device is a slow one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "ON_ACCELERATOR", local.Sizes((4, 8), (16,), (8,), 2, (64, 512), 99, 1))
-        patch.setattr(disks.speeds, "__defaults__", (2**12,))
+        patch.setattr(links.speeds, "__defaults__", (2**12,))
         every = kinds.plans
         patch.setattr(kinds, "plans", lambda n: {x: plan for x, plan in every(n).items() if x in FEW})
         for module, name, value in (
@@ -157,7 +157,7 @@ def compared(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "keep_busy", lambda device, seconds: leads.append(seconds))
-        patch.setattr(comparing, "measure", watched)
+        patch.setattr(running, "measure", watched)
         found = measured(Job.from_dict({**JOB, "plan": plan}, source="job.toml"), STEPS)
     return found, short(told), leads, left
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import espalier
-from espalier.parallel.data import sharing
+from espalier.parallel.data import offloaded_step
 from tests.ranks.test_engine import batch, model
 from tests.sim.transport import Shared
 
@@ -52,7 +52,7 @@ def trained(update: str, clock: Clock, world: int) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_fused_adamw_", watched_kernel)
-        patch.setattr(sharing.time, "perf_counter", lambda: clock.now)
+        patch.setattr(offloaded_step.time, "perf_counter", lambda: clock.now)
         for step in range(STEPS):
             clock.elements = {"host": 0, "device": 0}
             run.losses.append(engine.train_step(batch(4, step)).item())

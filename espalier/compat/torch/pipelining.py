@@ -31,7 +31,7 @@ from espalier.engine.surface import bound
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.schedules import Schedule
-from espalier.parallel.schedules.torchs import dual_pipe_v, interleaved_zero_bubble, looped_bfs
+from espalier.parallel.schedules.generate import dual_pipe_v, interleaved_zero_bubble, looped_bfs
 from espalier.tensor import full_tensor
 from espalier.texts import refuse
 from espalier.trees import tree_map

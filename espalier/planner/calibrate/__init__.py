@@ -19,7 +19,7 @@ from espalier.comm import all_reduce
 from espalier.device import accelerator, count, is_accelerator, name, room, synchronize
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
-from espalier.planner.calibrate import disks, engine, kinds, links, local
+from espalier.planner.calibrate import engine, kinds, links, local
 from espalier.planner.calibrate.timing import slowed, taken_by_others
 from espalier.planner.cluster import Cluster, Device, Disk, Host, Level, Provenance, cache
 from espalier.planner.prices import Prices
@@ -122,7 +122,7 @@ def _rank(mesh: Mesh, say: Callable[[str], object], anyway: bool, disk: Path) ->
     between = taken_by_others()
     alone = local.alone(mesh, (torch.float32, torch.bfloat16), tell)
     tell(f"the disk of {disk}")
-    stored = disks.speeds(mesh, disk)
+    stored = links.speeds(mesh, disk)
     tell("the engine's step once more")
     visits.append(engine.visit(mesh))
     took, *steps = engine.quietest(visits)
