@@ -46,14 +46,16 @@ def tree_of(
     optimizer: torch.optim.Optimizer | None,
     mesh: Mesh,
     saves: Callable[[str], bool] = lambda name: True,
+    state: Mapping[str, Any] | None = None,
 ) -> dict[str, Lying]:
     """The tensors of a model and its optimizer by name, as they lie; each tensor once.
 
     Args:
         saves: whether a parameter is to be in it.
+        state: the model's state dict, its own tensors, where it is at hand.
     """
     tree: dict[str, Lying] = {}
-    for name, x in tensors_of(module).items():
+    for name, x in tensors_of(_own_state(module) if state is None else state).items():
         if not isinstance(x, DTensor):
             tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
         elif saves(name):
@@ -68,22 +70,22 @@ def tree_of(
     return tree
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's own parameters and buffers that its state dict has, each under its first name."""
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a state dict has, each under its first name."""
     tensors: dict[str, torch.Tensor] = {}
     seen = set()
-    for name, x in state_tensors(module).items():
+    for name, x in state_tensors(state).items():
         if id(x) not in seen:
             seen.add(id(x))
             tensors[name] = x
     return tensors
 
 
-def aliases_of(module: nn.Module) -> dict[str, str]:
-    """Further names of tensors, and their first."""
+def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Further names of tensors of a state dict, and their first."""
     first: dict[int, str] = {}
     aliases = {}
-    for name, x in state_tensors(module).items():
+    for name, x in state_tensors(state).items():
         known = first.setdefault(id(x), name)
         if known != name:
             aliases[f"model.{name}"] = f"model.{known}"
@@ -115,8 +117,9 @@ def index_and_tree(
     Raises:
         ValueError: there is something among it that cannot be saved.
     """
-    _refuse_sparse(module)
-    tree = tree_of(module, optimizer, mesh, saves)
+    state = _own_state(module)
+    _refuse_sparse(state)
+    tree = tree_of(module, optimizer, mesh, saves, state)
 
     def take(at: str, x: torch.Tensor) -> str:
         tree[at] = _lying(x, mesh)
@@ -124,7 +127,7 @@ def index_and_tree(
 
     said = dict(values)
     said["extra"] = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in extra.items()}
-    said["model"] = {n: x for n, x in module.state_dict(keep_vars=True).items() if is_value(n)}
+    said["model"] = {n: x for n, x in state.items() if is_value(n)}
     if optimizer is not None:
         said["optimizer"] = {
             "class": _kind_of(optimizer),
@@ -140,7 +143,7 @@ def index_and_tree(
         row = stream.get()[None].cpu()
         lies = Layout(mesh, [Shard(0)] * mesh.ndim, (mesh.size(), row.shape[1]))
         tree[_STREAMS] = Lying(row, lies)
-    index = Index(values=encoded, aliases=aliases_of(module), tensors=index_of(tree))
+    index = Index(values=encoded, aliases=aliases_of(state), tensors=index_of(tree))
     return index, tree
 
 
@@ -292,7 +295,7 @@ class Loading:
             if data is not None:
                 data.fill(self.fill, {} if optimizer is None else optimizer.state)
                 filled = {id(m.p) for chunk in data.chunks for m in chunk.members}
-            for name, x in tensors_of(self._module).items():
+            for name, x in tensors_of(_own_state(self._module)).items():
                 if id(x) in filled:
                     continue
                 if isinstance(x, nn.Parameter):  # it is plain yet, or frozen
@@ -342,13 +345,13 @@ class Loading:
             self.error = error
 
 
-def _refuse_sparse(model: nn.Module) -> None:
+def _refuse_sparse(state: Mapping[str, Any]) -> None:
     """Files hold values in a row.
 
     Raises:
-        ValueError: a buffer has none.
+        ValueError: a buffer of a state dict has none.
     """
-    for name, x in model.state_dict(keep_vars=True).items():
+    for name, x in state.items():
         if isinstance(x, torch.Tensor) and is_sparse(x):
             raise ValueError(
                 f"The buffer {name!r} is sparse ({x.layout}), and files hold dense tensors. Register it with "
@@ -452,9 +455,14 @@ def is_value(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def state_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters and buffers, as its state dict names them."""
-    return {name: x for name, x in module.state_dict(keep_vars=True).items() if not is_value(name)}
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """A model's state dict, with its parameters themselves."""
+    return module.state_dict(keep_vars=True)
+
+
+def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a state dict."""
+    return {name: x for name, x in state.items() if not is_value(name)}
 
 
 def states_of(checkpoint: TensorSource) -> dict[str, dict[str, TensorInfo]]:
@@ -472,7 +480,7 @@ def conflicts(
     optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
     """One line for each."""
-    tensors = state_tensors(module)
+    tensors = state_tensors(_own_state(module))
     saved = checkpoint.under("model.")
     lines = [f"missing from it: {n} {list(x.shape)}" for n, x in tensors.items() if n not in saved]
     lines += [f"not in the model: {n} {list(e.shape)}" for n, e in saved.items() if n not in tensors]
@@ -558,13 +566,14 @@ class WeightsFormat(NamedTuple):
 def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, form: WeightsFormat) -> None:
     """See :meth:`espalier.Engine.export`."""
     mesh, path = passes.mesh, Path(path)
-    _refuse_sparse(model)
     kind = "file" if form.name == "safetensors" and path.suffix == ".safetensors" else form.name
     with torch.no_grad(), data.precise(), ExitStack() as stack:
+        own = _own_state(model)
+        _refuse_sparse(own)
         root, ties = root_of(kind), {} if kind == "file" else tied(model)
         state = {
             f"{root}{name}": x if isinstance(x, DTensor) else passes.everywhere(name, x)
-            for name, x in model.state_dict(keep_vars=True).items()
+            for name, x in own.items()
             if isinstance(x, torch.Tensor) and name not in ties
         }
         dtypes = _dtypes(state, mesh)
@@ -676,7 +685,7 @@ def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
     Args:
         everywhere: gives the whole value, on every rank, of what has a name and lies somehow.
     """
-    state, values = model.state_dict(keep_vars=True), dict[int, torch.Tensor]()
+    state, values = _own_state(model), dict[int, torch.Tensor]()
     with torch.no_grad():
         for name, x in state.items():
             if isinstance(x, torch.Tensor) and id(x) not in values:

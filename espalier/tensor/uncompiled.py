@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from espalier.comm.custom_ops import recorders
 from espalier.layout import any_alive
+from espalier.mesh.process import World
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import is_known, names_in
@@ -23,27 +24,32 @@ from espalier.torch_private import dispatch_modes, function_mode_stack, let_call
 
 _MOST = 10_000  # so much is looked at
 _BARE = (int, float, bool, str, bytes, complex)
-_told = weakref.WeakSet[Any]()
-_engines = weakref.WeakSet[Any]()  # their models may not be laid out yet
 
 
 def follow_compiler(engine: Any = None) -> None:
     """Let what torch compiled run as it is written where it would meet DTensors, or an engine."""
     let_calls_be_written(_runs_as_written)
     if engine is not None:
-        _engines.add(engine)
+        _of_world("engines").add(engine)  # its model may not be laid out yet
+
+
+def _of_world(name: str) -> weakref.WeakSet[Any]:
+    """What is known of the running world: its ``"engines"``, and what was ``"told"`` of in it."""
+    found: weakref.WeakSet[Any] = World.own().setdefault(f"uncompiled: {name}", weakref.WeakSet())
+    return found
 
 
 def _runs_as_written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of what is compiled is left uncompiled, for who looks on or for what it meets."""
     if dispatch_modes() or (recorders() and any(map(_is_ours, function_mode_stack()))):
         return True
-    if not (any_alive() or _engines) or not _meets_dtensors(function, args, kwargs):
+    if not (any_alive() or _of_world("engines")) or not _meets_dtensors(function, args, kwargs):
         return False
     owner = getattr(function, "__self__", None)
-    told = owner if isinstance(owner, nn.Module) else getattr(function, "__code__", function)
-    if told not in _told:
-        _told.add(told)
+    named = owner if isinstance(owner, nn.Module) else getattr(function, "__code__", function)
+    told = _of_world("told")
+    if named not in told:
+        told.add(named)
         warnings.warn(
             f"{getattr(function, '__qualname__', function)} was compiled by torch.compile, which cannot "
             "follow DTensors: it runs as it is written. initialize(..., compile=True), or engine.compile(), "

@@ -324,7 +324,7 @@ def whole_files(rank: int, world: int, folder: Path) -> None:
         for name, x in {**whole, **of_states}.items():
             if x.ndim:
                 assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), (plan, name)
-        ties = state.aliases_of(engine.module)
+        ties = state.aliases_of(engine.module.state_dict(keep_vars=True))
         held = {f"model.{name}": x.data_ptr() for name, x in whole.items()}
         assert ties and all(held.pop(tie) in held.values() for tie in ties), plan
         assert len(set(held.values())) == len(held), plan

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.compat.deepspeed import ops, schedules
-from espalier.compat.deepspeed.config import load, read
+from espalier.compat.deepspeed.config import Config, load, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine
 from espalier.compat.deepspeed.groups import init_distributed
 from espalier.compat.deepspeed.moe import axes_of_experts
@@ -73,14 +73,14 @@ def initialize(
     if source is None:
         raise ValueError("deepspeed.initialize needs config=..., or --deepspeed_config in args.")
     init_distributed()
-    is_pipeline = isinstance(model, PipelineModule)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     tables = with_tensor_axis(load(source), model)
     settings = read(tables, running_size(), pipe=stages, plan={**axes_of_experts(model), **(plan or {})})
     if mpu is not None:
         compare(mpu, settings.plan)
+    kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
-        settings = model.arranged(settings)
+        kind, settings = PipelineEngine, model.arranged(settings)
         options.setdefault("loss_fn", model.loss_fn)
     brought = optimizer, lr_scheduler
     if optimizer is None and settings.optimizer is not None:
@@ -98,17 +98,21 @@ def initialize(
     elif callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     if inner.mesh.rank == 0:
-        if settings.notes:
-            print(settings.notes, flush=True)
-        if settings.values.get("dump_state"):
-            print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
-    kind = PipelineEngine if is_pipeline else DeepSpeedEngine
+        _tell(settings)
     engine = kind(inner, settings, tables, lr_scheduler)
     engine.client_optimizer, engine.client_lr_scheduler = brought
     engine.mpu = engine.mpu or mpu
     if training_data is not None:
         engine.reads(training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _tell(settings: Config) -> None:
+    """Print what there is to say of a configuration."""
+    if settings.notes:
+        print(settings.notes, flush=True)
+    if settings.values.get("dump_state"):
+        print(f"DeepSpeed's configuration became {settings.plan!r}", flush=True)
 
 
 def compare(mpu: Any, plan: Plan) -> None:
