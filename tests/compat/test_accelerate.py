@@ -128,7 +128,6 @@ def asked(rank: int, world: int) -> None:
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
-        MegatronLMPlugin,
         ParallelismConfig,
         TorchTensorParallelPlugin,
     )
@@ -183,6 +182,14 @@ def asked(rank: int, world: int) -> None:
             Accelerator(torch_tp_plugin=object.__new__(TorchTensorParallelPlugin))
         with pytest.raises(ValueError, match=r"fp8(.|\n)*bf16"):
             Accelerator(mixed_precision="fp8")
+    _asked_of_launchers_and_axes(rank)
+
+
+def _asked_of_launchers_and_axes(rank: int) -> None:
+    from accelerate.utils import MegatronLMPlugin, ParallelismConfig
+
+    from espalier.compat.accelerate import Accelerator
+
     for kind in ("FSDP", "DEEPSPEED"):  # as accelerate launch --use_fsdp and --use_deepspeed ask
         with afresh(), pytest.MonkeyPatch.context() as patch:
             launched = property(lambda self, kind=kind: accelerate.DistributedType[kind])

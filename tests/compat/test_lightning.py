@@ -87,12 +87,10 @@ def test_lightnings_own_launcher() -> None:
     assert told.stdout.count("[") == 2 and len(told.stdout.split(",")) > 30, told.stdout
 
 
-def edges(rank: int, world: int) -> None:
-    """Metrics outside of steps, values that are logged, what is refused, a model that goes on."""
+def _models(world: int) -> tuple[type, type]:
+    """One that measures and logs, one with a batch norm."""
     import pytorch_lightning as pl
     from torchmetrics import MeanMetric, SumMetric
-
-    from espalier.compat.lightning import EspalierStrategy
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
@@ -122,9 +120,6 @@ def edges(rank: int, world: int) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    rows = torch.arange(20.0, dtype=torch.float64).view(10, 2)
-    loader = torch.utils.data.DataLoader(rows, batch_size=5)  # type: ignore[arg-type]
-
     class Normed(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -136,6 +131,19 @@ def edges(rank: int, world: int) -> None:
         def on_train_batch_end(self, *args: Any) -> None: ...
 
         def on_train_epoch_end(self) -> None: ...
+
+    return Model, Normed
+
+
+def edges(rank: int, world: int) -> None:
+    """Metrics outside of steps, values that are logged, what is refused, a model that goes on."""
+    import pytorch_lightning as pl
+
+    from espalier.compat.lightning import EspalierStrategy
+
+    Model, Normed = _models(world)
+    rows = torch.arange(20.0, dtype=torch.float64).view(10, 2)
+    loader = torch.utils.data.DataLoader(rows, batch_size=5)  # type: ignore[arg-type]
 
     def trainer(plan: Any = None, **options: Any) -> Any:
         quiet = dict.fromkeys(
