@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,19 +13,6 @@ from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
 from espalier.tensor import compile as compile_region
 from espalier.tensor.compiled import Backend, compile_forward
-from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import run_as_written
-
-
-def warn_of_compiled(model: nn.Module) -> None:
-    """Tell what torch compiled of a model, which runs uncompiled."""
-    if compiled := run_as_written(model):
-        warnings.warn(
-            f"{', '.join(repr(name) if name else 'The model' for name in compiled[:3])} "
-            f"{'and others ' if len(compiled) > 3 else ''}was compiled by torch.compile, which cannot follow "
-            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included.",
-            stacklevel=user_frame()[0],
-        )
 
 
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:

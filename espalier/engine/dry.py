@@ -18,9 +18,10 @@ from torch import nn
 from espalier.comm import Ledger, ledger
 from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
-from espalier.engine.engine import Engine, initialize
+from espalier.engine.engine import Engine
 from espalier.engine.recompute import Policy
 from espalier.engine.report import local_bytes, state_bytes
+from espalier.engine.start import initialize
 from espalier.layout import Layout
 from espalier.layout.layout import state_name
 from espalier.mesh import Mesh

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from espalier.checkpoint import CheckpointError, Saver
 from espalier.comm import Ledger
-from espalier.device import is_accelerator, use
 from espalier.engine import report
 from espalier.engine.accumulation import Count
 from espalier.engine.batches import Loader, Orders
@@ -39,7 +38,7 @@ from espalier.engine.checkpointing import (
     set_parameter,
     state_of,
 )
-from espalier.engine.compiling import compilable, compile_blocks, warn_of_compiled
+from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -49,26 +48,21 @@ from espalier.engine.surface import (
     AsModel,
     Surface,
     bound,
-    make_dense,
-    refuse_lazy,
-    refuse_scripted,
-    refuse_sparse,
 )
 from espalier.engine.update import (
     FlatParams,
     check_closures,
+    check_optimizer,
     forget_gradients,
     lay_out_states,
     steps_by_closure,
     sum_states,
     update_model,
 )
-from espalier.faults.settings import Faults, Spikes
-from espalier.faults.watchdog import Watchdog, watched
+from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.mesh.parts import at, with_axes
+from espalier.mesh.parts import at
 from espalier.models.sampling import generate as continued
 from espalier.models.sampling import keepers
 from espalier.parallel import Arrangement, Plan, lay_out_model
@@ -85,119 +79,6 @@ from espalier.tensor.observers import user_frame
 from espalier.tensor.uncompiled import follow_compiler
 
 Rows = Literal["all", "whole", "own"]
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: Optimizers | None = None,
-    plan: Plan | Mapping[str, Any] | None = None,
-    *,
-    mesh: MeshLike | None = None,
-    loss_fn: LossFunction | None = None,
-    layouts: Mapping[str, str] | None = None,
-    branches: Mapping[str, int] | None = None,
-    max_grad_norm: float | None = None,
-    count: Count | None = None,
-    example: Any = None,
-    recompute_policy: Policy | None = None,
-    faults: Faults | None = None,
-    spikes: Spikes | None = None,
-    compile: bool | str | Backend = False,  # as torch calls it
-) -> Engine:
-    """Lay a plain model on a mesh and give the engine that trains it there.
-
-    The model is changed in place: its parameters become DTensors, under the same names, in the
-    same objects, so that the optimizer goes on holding them.
-
-    Args:
-        model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
-        optimizer: built on ``model.parameters()``; several as a list, each with its own parameters; None
-            to evaluate only.
-        plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
-        mesh: where to lay it; by default the running world (torchrun's environment). It may leave out
-            those of the plan's axes that have one rank.
-        loss_fn: ``loss_fn(output, batch)``, or, where the batch is a pair ``(inputs, targets)``,
-            ``loss_fn(model(inputs), targets)``; by default the output's ``loss``, or the output itself.
-        layouts: name patterns of modules to ``"column"``, ``"row"``, ``"vocab"`` or ``"whole"`` on the
-            tensor axis; by default the model's table, or what a first run on a batch shows.
-        branches: with ``Plan(branch=n)``: name patterns of modules to the number, below n, of their branch.
-        max_grad_norm: another way to say ``Plan(clip=...)``.
-        count: with ``Plan(accumulate=...)``: of a micro-batch (as the engine is called on it), the number of
-            tokens, or rows, that its loss is a mean over, the same on all ranks; ``"sum"`` for a loss that
-            is a sum. By default the engine sees it: the mean-reduced losses of ``torch.nn.functional``,
-            ``x.mean()`` and ``x.sum() / y.sum()`` say it. Where it cannot be seen, that is an error.
-        example: a batch to infer layouts from; by default the first batch is.
-        recompute_policy: for blocks of ``recompute="selective"``, as for torch's
-            ``create_selective_checkpoint_contexts``: ``policy(context, op, *args, **kwargs)``; it sees the
-            operations on this rank's local tensors.
-        faults: how ranks that die or hang are looked for from now on.
-        spikes: what to do about steps whose loss or gradients leap or are not finite; by default nothing.
-        compile: whether each block of the model (an element of its lists of blocks) is compiled, its
-            collectives included, as by :func:`espalier.compile`; a backend in place of inductor's name.
-
-    Raises:
-        ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
-    """
-    plan = _plan(plan)
-    if mesh is None:
-        _stay_on_device(model)
-    whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
-    on = with_axes(whole_mesh, plan.axes)
-    if on is None:
-        raise ValueError(
-            f"The mesh is {whole_mesh!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
-            "or leave mesh= out."
-        )
-    on = on.telling(**plan.words)
-    refuse_lazy(model)
-    refuse_scripted(model)
-    if optimizer is not None:
-        optimizer = as_one(optimizer)
-        _check(optimizer, model, plan)
-    make_dense(model)
-    warn_of_compiled(model)
-    to_compile = compilable(model, plan) if compile else []
-    arranged = {"table": layouts, "branches": branches}
-    engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
-    engine.guard = None if spikes is None else Guard(spikes)
-    engine._compile(to_compile, compile if compile is not True and compile else "inductor")
-    if not on.is_dry:
-        engine.passes.pulse = watched(faults)
-        engine.pulse.step = 1
-    engine.lay_out(None if example is None else engine.cut(example)[0])
-    return engine
-
-
-def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    if plan is not None:
-        return Plan.from_dict(plan)
-    if torch.distributed.is_initialized():
-        return Plan(data=torch.distributed.get_world_size())
-    return Plan(data=int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _stay_on_device(model: nn.Module) -> None:
-    """Let a process alone use the accelerator that its model is on, if the machine has several."""
-    alone = not torch.distributed.is_initialized() and "RANK" not in os.environ
-    there = next((p.device for p in model.parameters() if is_accelerator(p.device)), None)
-    if alone and there is not None:
-        use(there)
-
-
-def _check(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
-    """See that an optimizer can be stepped, and is the model's."""
-    check_closures(optimizer, plan)
-    refuse_sparse(optimizer)
-    ids = {id(p) for p in model.parameters()}
-    foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise ValueError(
-            f"The optimizer holds {foreign} parameter(s) that are not the model's. "
-            "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
-            "loss, a head) goes into one module with it."
-        )
 
 
 class Engine(Surface):
@@ -288,7 +169,7 @@ class Engine(Surface):
             ValueError: its parameters are not the model's, or another's; states lie off the device already.
         """
         added = as_one(optimizer)
-        _check(added, self.module, self.plan)
+        check_optimizer(added, self.module, self.plan)
         before = [] if self.optimizer is None or instead else parts_of(self.optimizer)
         whole = Several([*before, *parts_of(added)]) if before else added
         check_closures(whole, self.plan)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from espalier.comm.control import gather_objects
-from espalier.engine.engine import Engine, Rows, initialize
+from espalier.engine.engine import Engine, Rows
+from espalier.engine.start import initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +10,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import mapped
-from espalier.parallel.several import parts_of
-from espalier.tensor.observers import user_frame
 
 
 class Keys(NamedTuple):
@@ -157,51 +153,3 @@ def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         else:
             named[name] = value
     return named
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """See that all parameters have a shape."""
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "
-            "plain model on a batch once, then make the optimizer, and then the engine."
-        )
-
-
-def refuse_scripted(model: nn.Module) -> None:
-    """See that no part of a model that has parameters runs in TorchScript, which keeps its own."""
-    scripted = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
-    ]
-    if scripted:
-        raise ValueError(
-            f"{', '.join(scripted[:3])}{', ...' if len(scripted) > 3 else ''}: compiled by torch.jit, which "
-            "keeps parameters of its own: they would be neither laid out nor trained. Give the module "
-            "itself, without torch.jit.script or trace; initialize(..., compile=True) compiles its blocks."
-        )
-
-
-def make_dense(model: nn.Module) -> None:
-    """Have the gradients of tables be dense, which are summed in flat buffers: updates are the same."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    sparse = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse}
-    for module in sparse.values():
-        module.sparse = False
-    if sparse:
-        warnings.warn(
-            f"{', '.join(map(repr, [*sparse][:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True is left "
-            "out, as sparse gradients are not summed over ranks. Dense ones give the same updates.",
-            stacklevel=user_frame()[0],
-        )
-
-
-def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    """See that an optimizer works on dense gradients."""
-    if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
-        raise ValueError(
-            "SparseAdam works on sparse gradients, which are not summed over ranks: they are dense here. "
-            "Train with Adam (whose moments decay in rows that no batch has), Adagrad or SGD."
-        )

@@ -12,6 +12,7 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _base
 
@@ -62,6 +63,29 @@ def check_closures(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
                 f"whole parameters. It does not go with {', '.join(reasons)}: leave that out, or use another "
                 "optimizer."
             )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
+    """See that an optimizer can be stepped, and is the model's."""
+    check_closures(optimizer, plan)
+    _refuse_sparse(optimizer)
+    ids = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(
+            f"The optimizer holds {foreign} parameter(s) that are not the model's. "
+            "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
+            "loss, a head) goes into one module with it."
+        )
+
+
+def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """See that an optimizer works on dense gradients."""
+    if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
+        raise ValueError(
+            "SparseAdam works on sparse gradients, which are not summed over ranks: they are dense here. "
+            "Train with Adam (whose moments decay in rows that no batch has), Adagrad or SGD."
+        )
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class OneRank(Engine):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("espalier.engine.engine.Engine", OneRank)
+    monkeypatch.setattr("espalier.engine.start.Engine", OneRank)
     monkeypatch.setattr("espalier.train.run.start", lambda device: SimpleNamespace(world_size=1))
     monkeypatch.setattr("espalier.train.run.finish", lambda: None)
     for name in ("RANK", "WORLD_SIZE"):

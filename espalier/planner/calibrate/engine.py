@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from espalier.device import is_accelerator, synchronize
-from espalier.engine.engine import Engine, initialize
+from espalier.engine.engine import Engine
+from espalier.engine.start import initialize
 from espalier.mesh import Mesh
 from espalier.models import GPT, GPTConfig
 from espalier.parallel import Plan
