@@ -10,7 +10,7 @@ import pytest
 
 from espalier.compat.deepspeed.launcher import read
 
-AS_RANK = ["-m", "espalier.compat.deepspeed.started"]
+AS_RANK = ["-m", "espalier.compat.deepspeed.launcher"]
 
 
 def test_options_become_ranks_and_machines() -> None:

@@ -126,7 +126,7 @@ def read(arguments: Sequence[str]) -> Start:
         hosts = place if isinstance(place, Hosts) else None
     program = ["-m", options["user_script"]] if options["module"] else [options["user_script"]]
     if not options["no_local_rank"]:
-        program = ["-m", "espalier.compat.deepspeed.started", *program]
+        program = ["-m", __name__, *program]
     ranks = options["num_gpus"] if options["num_gpus"] > 0 else max(count(), 1)
     idle = [f"--{name}: {reason}" for name, reason in _IDLE.items() if options[name] is not None]
     return Start([*program, *options["user_args"]], ranks, options["master_port"], hosts, idle)
@@ -176,3 +176,6 @@ __getattr__ = or_absent(
     },
     elsewhere={"runner": __name__},
 )
+
+if __name__ == "__main__":  # a rank, which runs the program as DeepSpeed's launcher calls it
+    run_as_rank(sys.argv[1:])
