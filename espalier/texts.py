@@ -30,6 +30,23 @@ def in_columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     ]
 
 
+def toml_key(name: str) -> str:
+    """A name as a key of TOML: in quotes where it must be."""
+    is_bare = name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+    return name if is_bare else json.dumps(name, ensure_ascii=False)
+
+
+def toml_value(value: Any) -> str:
+    """A plain value as TOML writes it, on one line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_key(k)} = {toml_value(x)}" for k, x in value.items()) + "}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def listed(head: str, lines: Sequence[str], most: int | None = None) -> str:
     """A head, and below it lines, of which no more than so many are shown."""
     left = 0 if most is None else max(len(lines) - most, 0)

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
+from torch.optim import optimizer as optimizers
 
 try:
     # ---- torch functions: on, off, and the modes that see them
@@ -58,7 +60,12 @@ try:
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
     )
+    from torch.nn.attention.flex_attention import (
+        _LARGE_SPARSE_BLOCK_SIZE as UNBOUNDED_BLOCK,  # of flex_attention
+    )
+    from torch.nn.attention.flex_attention import _identity as same_score
     from torch.nn.modules import _functions as module_functions  # autograd functions of torch.nn's modules
+    from torch.nn.modules.dropout import _DropoutNd as AnyDropout
     from torch.overrides import _get_current_function_mode_stack as function_mode_stack
     from torch.utils import _pytree as pytree
     from torch.utils._device import DeviceContext as DefaultDevice  # the mode of torch.set_default_device
@@ -79,6 +86,7 @@ try:
     check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler's
 
     # ---- functions that public ones end in
+    module_call = torch.nn.Module._call_impl
     lazy_clone = torch._lazy_clone
     forward_dual = torch._VF._make_dual
     nn_built_in: Any = torch._C._nn
@@ -120,6 +128,16 @@ def _memory_uses(x: torch.Tensor) -> int:
 
 
 memory_uses = None if _storage_uses is None else _memory_uses  # how many tensors, and Python, hold its memory
+
+
+def takes_tangents() -> bool:
+    """Whether forward-mode derivatives are taken."""
+    return forward_ad._current_level >= 0
+
+
+def has_hooks_of_all_steps() -> bool:
+    """Whether hooks run around the step of any optimizer."""
+    return bool(optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks)
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:

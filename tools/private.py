@@ -19,8 +19,18 @@ def private(dotted: str) -> bool:
     return first == "torch" and rest[:1] != ["ops"] and any(n[:1] == "_" != n[1:2] for n in rest)
 
 
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """What a file calls modules and names that it imports, and what they are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Each name of torch that is imported, or reached from ``torch``, with its line."""
+    """Each name of torch that is imported, or reached from it, with its line."""
+    known = dict(imported(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
@@ -33,7 +43,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 parts.append(inner.attr)
                 inner = inner.value
             if isinstance(inner, ast.Name):
-                yield node.lineno, ".".join([inner.id, *reversed(parts)])
+                yield node.lineno, ".".join([known.get(inner.id, inner.id), *reversed(parts)])
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             of, name = node.args[:2]
             if isinstance(name, ast.Constant) and isinstance(of, ast.Name | ast.Attribute):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier.texts import did_you_mean
+from espalier.texts import did_you_mean, toml_value
 
 MODELS = ("gpt", "gpt2", "bert", "vit", "moe")
 Ask = Callable[[str, str], str]
@@ -93,16 +93,12 @@ def written(answers: Answers) -> str:
     return "\n".join([head, *parts])
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _model(answers: Answers) -> str:
     named = answers.model
     if ":" in named:
         return (
             '[model]\nkind = "module"\n'
-            f"build = {_quoted(named)}    # a function that gives a torch.nn.Module\n"
+            f"build = {toml_value(named)}    # a function that gives a torch.nn.Module\n"
             'labels = "same"       # what it wants: same (it shifts them), next (shifted), masked, classes\n'
             "vocab_size = 32000    # number of tokens\n# arguments = {}       # of the function\n"
         )
@@ -113,7 +109,7 @@ def _model(answers: Answers) -> str:
         if answers.lora:
             lora = f"\n[model.lora]\nrank = {answers.lora}\nalpha = {2 * answers.lora}\n"
         return (
-            f'[model]\nkind = "hf"\npath = {_quoted(named)}    # config.json, and weights to begin with\n'
+            f'[model]\nkind = "hf"\npath = {toml_value(named)}    # config.json, and weights to begin with\n'
             f"# fresh = true      # begin with new weights\n{lora}"
         )
     if named not in MODELS:
@@ -148,15 +144,15 @@ def _data(answers: Answers) -> str:
     if answers.model == "vit":
         if answers.data == "stdlib":
             return '[data]\nkind = "images"       # random ones: name a folder of images by --data\n'
-        return f'[data]\nkind = "image-folder"\nsource = {_quoted(answers.data)}\nflip = true\n'
-    lines = ["[data]", f"source = {_quoted(answers.data)}"]
+        return f'[data]\nkind = "image-folder"\nsource = {toml_value(answers.data)}\nflip = true\n'
+    lines = ["[data]", f"source = {toml_value(answers.data)}"]
     if answers.chat:
         lines += [
-            f"chat = {_quoted(answers.chat)}      # the loss is on the answers alone",
+            f"chat = {toml_value(answers.chat)}      # the loss is on the answers alone",
             'rows = "padded"',
         ]
     elif answers.field:
-        lines.append(f"field = {_quoted(answers.field)}")
+        lines.append(f"field = {toml_value(answers.field)}")
     lines.append("val_fraction = 0.05   # kept for validation")
     lines.append('# tokenizer = "..."   # a tokenizer.json, or a folder that has one')
     return "\n".join(lines) + "\n"

@@ -18,6 +18,7 @@ from espalier.comm import collectives
 from espalier.comm.custom_ops import symbolic
 from espalier.device import backend_of, is_accelerator
 from espalier.mesh import Mesh
+from espalier.torch_private import default_store
 
 # how torch refuses values; checkpointing ends its recomputation by an exception of another kind
 REFUSALS = (RuntimeError, ValueError, IndexError)
@@ -161,7 +162,7 @@ class OutOfBand:
     def __init__(self, mesh: Mesh, limit: float, doing: str) -> None:
         self._rank, self._size, self._count = mesh.rank, mesh.size(), 0
         self._limit = timedelta(seconds=limit)
-        base = dist.PrefixStore("espalier.side/" + "-".join(map(str, mesh.ranks)), _default_store())
+        base = dist.PrefixStore("espalier.side/" + "-".join(map(str, mesh.ranks)), default_store())
         # each rank counts its own talks; where all are in step the numbers agree
         number = base.add(f"talks/{self._rank}", 1)
         self._store = dist.PrefixStore(str(number), base)
@@ -278,7 +279,7 @@ class Board:
 
 def _talk(mesh: Mesh, about: str) -> tuple[dist.Store, int]:
     """Where all ranks of a mesh say what a thing is about, and how often this one has come there."""
-    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), _default_store())
+    store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), default_store())
     # each rank counts for itself; where all are in step the numbers agree
     return store, store.add(f"count/{mesh.rank}", 1)
 
@@ -308,11 +309,6 @@ def compared_with_first(mesh: Mesh, head: bytes, body: bytes, about: str) -> tup
         raise RuntimeError(
             f"Rank {mesh.world_rank} has waited for {named(late)} to agree on what is {about}. {error}"
         ) from None
-
-
-def _default_store() -> Any:
-    # torch has no public name for it
-    return dist.distributed_c10d._get_default_store()
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -43,7 +43,7 @@ from espalier.layout.transitions import (
     SLICE,
 )
 from espalier.mesh import Mesh
-from espalier.torch_private import base_of, disable_modes, getter, memory_uses, raw, use_count
+from espalier.torch_private import base_of, disable_modes, getter, memory_uses, raw, takes_tangents, use_count
 
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 # the C getter itself: a subclass' own costs more than all the questions asked here
@@ -176,7 +176,7 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
                 "dtype. Convert it first (x.float()), or use Partial(sum)."
             )
         x = x * plan.scale
-    dual = forward_ad._current_level >= 0 and _unpack_dual(x).tangent is not None
+    dual = takes_tangents() and _unpack_dual(x).tangent is not None
     if not (dual or (_requires_grad(x) and _grad_enabled())):
         if plan.sums and x.is_floating_point() and not tracers():
             if not (alone and x.is_contiguous()):
@@ -214,7 +214,7 @@ def sums_here(x: torch.Tensor, plan: RedistributePlan) -> bool:
     """
     if not plan.summed or plan.scale is not None or not _requires_grad(x) or _is_leaf(x):
         return False
-    if not _grad_enabled() or forward_ad._current_level >= 0 or recorders() or tracers():
+    if not _grad_enabled() or takes_tangents() or recorders() or tracers():
         return False
     return x.is_floating_point() and x.is_contiguous() and not x.retains_grad and has_own_memory(x)
 

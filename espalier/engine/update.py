@@ -26,7 +26,7 @@ from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.torch_private import foreach_copy_, getter, method, raw, setter
+from espalier.torch_private import foreach_copy_, getter, has_hooks_of_all_steps, method, raw, setter
 from espalier.trees import tree_map
 
 _set_grad = setter("grad")
@@ -258,8 +258,7 @@ def update_model(
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run around its step."""
-    of_all = _base._global_optimizer_pre_hooks or _base._global_optimizer_post_hooks
-    return bool(of_all) or any(
+    return has_hooks_of_all_steps() or any(
         part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer)
     )
 

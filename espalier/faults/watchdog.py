@@ -41,6 +41,7 @@ from espalier.mesh.process import (
     is_consequence,
     is_fake,
 )
+from espalier.torch_private import default_store
 
 _EVERY: Final = 0.5  # seconds between two signs
 _RECENT: Final = 64  # collectives remembered
@@ -131,10 +132,10 @@ class Watchdog:
         """Begin to watch the running world."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._world: Any = dist.group.WORLD
-        # torch has no public name for it; the clone has a connection of its own, which nobody else waits on
-        self._default = dist.distributed_c10d._get_default_store()
+        self._default = default_store()
         number = self._default.add(f"espalier.watch/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"espalier.watch/{number}", self._default.clone())  # type: ignore[attr-defined]
+        # the clone has a connection of its own, which nobody else waits on
+        self._store = dist.PrefixStore(f"espalier.watch/{number}", self._default.clone())
         self._store.set_timeout(timedelta(seconds=self.faults.limit))
         local, size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         self._near = [r for r in range(self.rank - local, self.rank - local + size) if r != self.rank]

@@ -39,7 +39,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from espalier.texts import Count, MistakeError, Positive, Settings, did_you_mean, in_columns, read_table
+from espalier.texts import (
+    Count,
+    MistakeError,
+    Positive,
+    Settings,
+    did_you_mean,
+    in_columns,
+    read_table,
+    toml_value,
+)
 
 Source = Literal["measured", "shipped", "assumed"]
 Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -304,7 +313,7 @@ class Cluster(Settings):
 
     def to_toml(self) -> str:
         """As :meth:`load` takes it."""
-        lines = [f"unusual = {_toml(self.unusual)}", ""] if self.unusual else []
+        lines = [f"unusual = {toml_value(self.unusual)}", ""] if self.unusual else []
         lines += ["[device]", *_rows(self.device)]
         for level in self.level:
             lines += ["", "[[level]]", *_rows(level)]
@@ -438,20 +447,7 @@ def _points(cluster: Cluster) -> list[tuple[str, Any, str]]:
 
 def _rows(table: Settings) -> list[str]:
     values = table.model_dump(exclude_none=True).items()
-    return [f"{name} = {_toml(value)}" for name, value in values if value != {}]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_toml(x)}" for k, x in value.items()) + "}"
-    if isinstance(value, str):
-        text = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{text}"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
+    return [f"{name} = {toml_value(value)}" for name, value in values if value != {}]
 
 
 # ---- what numbers of a cluster there may be: one a thousand times off is of another unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.compose import Totals
 from espalier.planner.events import Step, drawn
 from espalier.planner.prediction import Found, Prediction, plan_table
-from espalier.texts import in_columns
+from espalier.texts import in_columns, toml_value
 
 _SHOWN = 8
 _WIDE = 118  # characters of a timeline
@@ -256,13 +255,7 @@ def origins(result: Found) -> list[str]:
 
 def to_toml(table: Mapping[str, Any]) -> str:
     """The table ``[plan]`` to paste."""
-
-    def value(x: Any) -> str:
-        if isinstance(x, Mapping):
-            return "{" + ", ".join(f"{k} = {value(y)}" for k, y in x.items()) + "}"
-        return json.dumps(x)
-
-    return "\n".join(["[plan]", *(f"{key} = {value(x)}" for key, x in table.items())])
+    return "\n".join(["[plan]", *(f"{key} = {toml_value(x)}" for key, x in table.items())])
 
 
 def to_dict(result: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
+    UNBOUNDED_BLOCK,
     TorchDispatchMode,
     determinism_checks,
     function_mode_stack,
@@ -58,6 +59,7 @@ from espalier.torch_private import (
     noop_save_inputs,
     outside_transforms,
     raw,
+    same_score,
     torch_functions_on,
     with_torch_functions,
     wrap_door,
@@ -616,14 +618,14 @@ def _on_dtensors(
             "Expect query and key/value to have the same number of heads, or with enable_gqa=True a multiple "
             f"of them, but got Hq={query.size(1)} and Hkv={key.size(1)}."
         )
-    bounded = block_mask is not None and max(block_mask.BLOCK_SIZE) < flex._LARGE_SPARSE_BLOCK_SIZE
+    bounded = block_mask is not None and max(block_mask.BLOCK_SIZE) < UNBOUNDED_BLOCK
     if bounded and tuple(block_mask.shape[-2:]) != (query.size(-2), key.size(-2)):
         raise ValueError(
             f"block_mask was created for block_mask.shape={block_mask.shape} but got "
             f"q_len={query.size(-2)} and kv_len={key.size(-2)}."
         )
     functions = _Functions(
-        score_mod or flex._identity, flex.noop_mask if block_mask is None else block_mask.mask_mod
+        score_mod or same_score, flex.noop_mask if block_mask is None else block_mask.mask_mod
     )
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     out, lse, most = dispatch(DTensor, _attended, (), (query, key, value, functions, scale))

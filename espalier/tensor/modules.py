@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from espalier.comm import collectives, move
 from espalier.comm.custom_ops import recorders
@@ -22,7 +21,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.api import check_parts, from_local, lay_out, to_local
 from espalier.tensor.dtensor import DTensor, as_recorded, left, redistribute, stamp
-from espalier.torch_private import raw
+from espalier.torch_private import raw, takes_tangents
 from espalier.trees import flat_map, flatten, unflatten
 
 
@@ -301,7 +300,7 @@ class _Local:
     def __init__(self, inputs: list[Any], layouts: Sequence[Layout]) -> None:
         self.inputs, self._first = list(inputs), None
         at = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if at and torch.is_grad_enabled() and forward_ad._current_level < 0 and not recorders():
+        if at and torch.is_grad_enabled() and not takes_tangents() and not recorders():
             for i, x in zip(at, _enter(*(inputs[i] for i in at)), strict=True):
                 self.inputs[i] = x
             self._first = self.inputs[at[0]]

@@ -25,7 +25,7 @@ from espalier.comm import Collective, observed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor
-from espalier.torch_private import current_node, next_node_number
+from espalier.torch_private import current_node, module_call, next_node_number
 
 Go = Callable[[], Any]
 
@@ -170,7 +170,7 @@ def in_backward() -> bool:
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = os.path.join(_OURS, "models") + os.sep  # plain models, as a user's own
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+_MODULE_CALL: CodeType = module_call.__code__
 
 
 def user_frame() -> tuple[int, FrameType]:

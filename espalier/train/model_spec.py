@@ -230,11 +230,13 @@ class OwnSpec:
         """Call the function."""
         from torch import nn
 
+        from espalier.torch_private import AnyDropout
+
         model = imported(self.reference, self.folder)(**self.arguments)
         if not isinstance(model, nn.Module):
             raise TypeError(f"{self.reference} gave a {type(model).__name__}, expected a torch.nn.Module")
         for module in () if self.drops else model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, AnyDropout):
                 module.p = 0.0
             elif isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0

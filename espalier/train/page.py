@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.files import write_file
+from espalier.texts import toml_key, toml_value
 from espalier.train.metrics import readable_bytes, readable_time
 
 PAGE = "report.html"
@@ -184,28 +185,12 @@ def to_toml(tables: Mapping[str, Any]) -> str:
 def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     if path and (plain or not table):
-        yield f"[{'.'.join(map(_key, path))}]"
+        yield f"[{'.'.join(map(toml_key, path))}]"
     for key, value in plain.items():
         if value is not None:
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{toml_key(key)} = {toml_value(value)}"
     if plain:
         yield ""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _table(value, (*path, key))
-
-
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value)

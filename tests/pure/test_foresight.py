@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
@@ -187,6 +188,8 @@ def test_the_best_is_the_best_of_all(search: Search) -> None:
     text = report(found, changes=sensitivity(search, found))
     assert "why not:" in text and "device.host_us_per_op  assumed" in text and "links -20 %" in text
     assert to_toml(plan_table(found.best[0].plan)) in text
+    dotted = Plan(recompute={"layers.0": "full"}, offload={"states": "host"})
+    assert Plan(**tomllib.loads(to_toml(plan_table(dotted)))["plan"]) == dotted
     assert len(why_not(found)) >= 3
     assert json.loads(json.dumps(to_dict(found)))["best"][0]["seconds"] == found.best[0].seconds
 

@@ -58,7 +58,7 @@ _STAGES: Mapping[ShardingStrategy, int] = {
     ShardingStrategy.SHARD_GRAD_OP: 2,
     ShardingStrategy.NO_SHARD: 0,
     ShardingStrategy.HYBRID_SHARD: 3,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: 2,
+    ShardingStrategy["_HYBRID_SHARD_ZERO2"]: 2,
 }
 
 
@@ -88,7 +88,7 @@ def sharding_of(
         mesh: of one axis, or of two: copies, pieces.
     """
     if isinstance(reshards, ShardingStrategy):
-        hybrid = reshards in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+        hybrid = reshards in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"])
         zero = _STAGES[reshards]
     else:
         hybrid, zero = False, 3 if reshards else 2

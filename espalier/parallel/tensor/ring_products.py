@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from espalier.comm.custom_ops import recorders
 from espalier.comm.redistribute import redistribute_by, redistribute_plan
@@ -30,7 +29,7 @@ from espalier.tensor.dispatch import Move, known_gathered, remember_gathered
 from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
 from espalier.tensor.saved import Shard, gather_before_backward
-from espalier.torch_private import raw
+from espalier.torch_private import raw, takes_tangents
 
 _FEATURES = 2  # of [batch, sequence, features]
 
@@ -93,7 +92,7 @@ def product(module: nn.Module, own: Callable[..., Any], x: Any, axis: int) -> DT
     None where it is to be called as it is.
     """
     is_plain = getattr(own, "func", None) is nn.Linear.forward and type(x) is DTensor
-    if not is_plain or recorders() or forward_ad._current_level >= 0 or torch.is_inference_mode_enabled():
+    if not is_plain or recorders() or takes_tangents() or torch.is_inference_mode_enabled():
         return None
     weight, bias = module.weight, module.bias
     if type(weight) is not DTensor or (bias is not None and type(bias) is not DTensor):
