@@ -396,6 +396,18 @@ def process_memory(field: str) -> int | None:
     return next(sizes, None)
 
 
+def cores() -> int:
+    """How many of the host's this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory; 0 where the system does not tell."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @contextmanager
 def host_threads() -> Iterator[None]:
     """While open, torch computes on the host with this rank's share of its cores.
@@ -403,9 +415,8 @@ def host_threads() -> Iterator[None]:
     Ranks beside accelerators have one thread each, as torchrun says, and the cores idle.
     """
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    share = cores // (int(local) if local.isdecimal() and int(local) else 1)
+    share = cores() // (int(local) if local.isdecimal() and int(local) else 1)
     torch.set_num_threads(max(before, share))
     try:
         yield

@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from espalier.device import cores, host_memory
 from espalier.mesh import Mesh
 from espalier.mesh.process import is_fake
 from espalier.torch_private import default_store, disable_modes, dispatch_modes, when_world_ends
@@ -306,7 +307,7 @@ class Host:
         self._sent: deque[_Block] = deque()
         self._posted: dict[int, int] = {}
         self._spare = 0
-        self._kept = int(_KEPT * _host_bytes() / self._world)
+        self._kept = int(_KEPT * host_memory() / self._world)
         self._own: _Segment | None = None
         self._descriptor = -1
         self._looks = _LOOKS
@@ -343,7 +344,7 @@ class Host:
         try:
             self.c = _C()
             # addresses, not memory: that is taken where messages lie
-            nbytes = min(4 * _host_bytes(), _ADDRESSES // self._world // _PAGE * _PAGE)
+            nbytes = min(4 * host_memory(), _ADDRESSES // self._world // _PAGE * _PAGE)
             most = resource.getrlimit(resource.RLIMIT_AS)[0]
             if 0 <= most < (self._world + 1) * nbytes:
                 raise OSError("addresses are limited (ulimit -v)")
@@ -434,7 +435,7 @@ class Host:
         for rank in ranks:
             if rank != self.rank and rank not in self._peers:
                 self._peers[rank] = _Peer(self._opened(rank), self._place(rank)["pid"], self.rank)
-        if len(self._peers) + 1 > len(os.sched_getaffinity(0)):
+        if len(self._peers) + 1 > cores():
             self._looks = 1
 
     def _opened(self, rank: int) -> _Segment:
@@ -640,10 +641,6 @@ def _host_name() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * _PAGE if sys.platform == "linux" else 0
 
 
 def _gone(rank: int) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 
 from espalier.blocks import blocks
 from espalier.comm.dry import know, values_of, without_data
+from espalier.device import cores
 from espalier.engine.dry import Shared, dry_engine, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacked, stacks
@@ -563,8 +564,7 @@ class Recorder:
 
     def _in_processes(self, works: Sequence[Callable[[], object]], sizes: Sequence[int]) -> None:
         """Do works, whose results are kept, in as many processes as there are cores, if that is worth it."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        count = min(cores, sum(sizes) // _WORTH_A_PROCESS, len(works))
+        count = min(cores(), sum(sizes) // _WORTH_A_PROCESS, len(works))
         if count < 2 or threading.active_count() > 1:
             return
         shares: list[list[Callable[[], object]]] = [[] for _ in range(count)]

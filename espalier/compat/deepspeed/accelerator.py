@@ -18,6 +18,7 @@ from espalier.device import (
     get_rng_state,
     has_peak,
     host_buffer_like,
+    host_memory,
     module_of,
     new_stream,
     on,
@@ -173,7 +174,7 @@ class Accelerator:
         """Bytes that it has; on the CPU those of the host."""
         if self.is_available():
             return total_memory(self._at(device_index))
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_memory()
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are free; on the CPU those of the host."""

@@ -5,7 +5,6 @@ On a rank for each of its accelerators, where there are some; else on one for ea
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,16 @@ from typing import Any
 import torch
 
 from espalier.comm import all_reduce
-from espalier.device import accelerator, count, is_accelerator, name, room, synchronize
+from espalier.device import (
+    accelerator,
+    cores,
+    count,
+    host_memory,
+    is_accelerator,
+    name,
+    room,
+    synchronize,
+)
 from espalier.mesh import Mesh
 from espalier.mesh.launch import spawn
 from espalier.planner.calibrate import engine, kinds, links, local
@@ -26,6 +34,7 @@ from espalier.planner.prices import Prices
 
 _BUSY = 0.1  # of a core that others may have
 _UPDATE = "_fused_adamw_"
+_UNKNOWN = 8e9  # bytes of a host that does not tell
 _LEAST = 0.03  # what was measured may be off by more than it scatters
 
 
@@ -59,8 +68,7 @@ def calibrate(
     if is_accelerator(kind):
         n = count() if ranks is None else ranks
     else:
-        n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        n = n if ranks is None else ranks
+        n = cores() if ranks is None else ranks
     folder = cache() / "offload" if disk is None else disk.absolute()
     measured = spawn(_rank, {"data": n}, say, anyway, folder, device_type=kind)
     lost = max(max(x["lost"]) for x in measured)
@@ -149,7 +157,7 @@ def _most(mesh: Mesh, x: float) -> float:
 
 def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
     """A cluster of what the ranks measured; ``lost`` is what others had of a core meanwhile, as a share."""
-    n = len(measured)
+    n, here = len(measured), host_memory() or _UNKNOWN
     products = {dtype: _mean([x["products"][dtype] for x in measured]) for dtype in measured[0]["products"]}
     attentions = {
         dtype: _mean([x["attentions"][dtype] for x in measured]) for dtype in measured[0]["attentions"]
@@ -162,7 +170,7 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
     there: Mapping[str, Any] | None = measured[0].get("accelerator")
     device: dict[str, Any] = {
         "kind": there["kind"] if there else _name(),
-        "memory_gb": round(there["memory"] / 1e9 if there else _memory() / n / 1e9, 3),
+        "memory_gb": round(there["memory"] / 1e9 if there else here / n / 1e9, 3),
         "bandwidth_gbs": copied[0] / copied[1] / 1e3,
         "tflops": {dtype: max(row[-1] for row in rows) / 1e3 for dtype, rows in products.items()},
         "ceiling": 1.0,
@@ -195,7 +203,7 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
             ("level", (statistics.median(sent[0]["spreads"] or [0.0]), _LEAST)),
         )
     ]
-    host = {"memory_gb": round(_memory() / 1e9, 3), "to_device_gbs": device["bandwidth_gbs"] / 2}
+    host = {"memory_gb": round(here / 1e9, 3), "to_device_gbs": device["bandwidth_gbs"] / 2}
     if there:
         host |= {key: there[key] for key in ("to_device_gbs", "update_gbs")}
         spread = round(max(_LEAST, there["spread"]) + lost, 3)
@@ -249,13 +257,6 @@ def _name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
-
-
-def _memory() -> float:
-    """Bytes of this machine."""
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return 8e9
 
 
 show = partial(print, flush=True)
