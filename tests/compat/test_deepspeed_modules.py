@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def test_what_is_elsewhere() -> None:
         assert both[0] is both[1] and not isinstance(both[0], Absent)
     importlib.import_module(f"{OURS}.utils.z3_leaf_module")
     assert callable(deepspeed.utils.z3_leaf_module), "the function, not the module"
+
+
+def test_pickles_name_modules() -> None:
+    """What was pickled under a module's name is found, whether it is a file or stands for a part of one."""
+    for module, name in (
+        ("moe.layer", "MoE"),
+        ("runtime.config", "DeepSpeedConfig"),
+        ("ops.adam", "FusedAdam"),
+    ):
+        kind = pickle.loads(f"c{OURS}.{module}\n{name}\n.".encode())
+        assert kind is getattr(importlib.import_module(f"{OURS}.{module}"), name)
+        assert pickle.loads(pickle.dumps(kind)) is kind
 
 
 def test_what_programs_do_with_what_is_not_there() -> None:
