@@ -183,7 +183,7 @@ class _GatheredProduct(torch.autograd.Function):
         held: list[Shard],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.way, ctx.held, ctx.dtype, ctx.has_bias = way, held, x.dtype, bias is not None
+        ctx.way, ctx.held, ctx.dtype = way, held, x.dtype
         whole, out = gathered_products(way.ring, x, [weight.t()], [bias])
         if ctx.needs_input_grad[0]:  # who goes back from it has the shard
             ctx.save_for_backward(weight)
