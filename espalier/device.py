@@ -433,6 +433,12 @@ def get_rng_state(device: torch.device) -> torch.Tensor:
     return state
 
 
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seed its default generator, and no other device's."""
+    with torch.accelerator.device_index(device.index):
+        torch.get_device_module(device.type).manual_seed(seed)
+
+
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Let it go on from there."""
     torch.get_device_module(device.type).set_rng_state(state, device)

@@ -16,7 +16,7 @@ from espalier.comm.dry import know, values_of, without_data
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.mesh import Mesh
 from espalier.tensor.observers import site, user_frame
-from espalier.tensor.random import at_position, same_position, same_seed, without_tag
+from espalier.tensor.random import at_position, is_drawing_by_key, same_position, same_seed, without_tag
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DispatchMode,
@@ -255,10 +255,15 @@ class CostMode(DispatchMode):
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        written = 0 if is_view else sum(x.nbytes for x in tensors_in([out]))
-        read = 0 if is_view else sum(x.nbytes for x in tensors_in([args, kwargs]))
+        written = 0 if is_view else sum(map(_held, tensors_in([out])))
+        read = 0 if is_view else sum(map(_held, tensors_in([args, kwargs])))
         self.total = self.total.plus(OpCost(flops, written + read, written))
         return out
+
+
+def _held(x: torch.Tensor) -> int:
+    """The bytes of a tensor; of a sparse one torch does not say."""
+    return x.nbytes if x.layout is torch.strided else 0
 
 
 # ---- operations on tensors without data, each found out once
@@ -655,16 +660,19 @@ class Drawing(DispatchMode):
             )
         with raw():
             args, kwargs = _all_without_data(func, args, kwargs)
+            # how often these draw hangs on values: where these are known, they are the same again
+            rejects = func.overloadpacket.__name__ in _REJECTING
+            made = torch.empty_like(args[0]) if rejects and args[0].is_meta else None  # not all can do that
             if not _draws(func, kwargs):
-                return remembered(func, args, kwargs)
+                return remembered(func, args, kwargs) if made is None else made
             # an overload with a generator is called with it, be it None
             call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
-            draw = Draw(func, *tree_map(_like, call_arguments))
-            out = func(*args, **kwargs)
+            draw = Draw(func, *tree_map(_known if rejects else _like, call_arguments))
+            out = func(*args, **kwargs) if made is None else made
             if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
                 draw.again(self._device)
         last = self.draws[-1] if self.draws else None
-        if last is not None and last[:3] == draw[:3]:
+        if last is not None and not rejects and last[:3] == draw[:3]:
             self.draws[-1] = last._replace(times=last.times + 1)
         else:
             self.draws.append(draw)
@@ -686,8 +694,17 @@ def _all_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _draws(func: Any, kwargs: Any) -> bool:
     """Whether an operation draws; fused ones, attention say, draw nothing where DTensors call them."""
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
-    return seeded and kwargs.get("generator") is None and not func.overloadpacket.__name__.startswith("_")
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        return False
+    name = func.overloadpacket.__name__
+    return not is_drawing_by_key() and (name in _REJECTING or not name.startswith("_"))
+
+
+_REJECTING = frozenset("binomial _standard_gamma _sample_dirichlet".split())
+
+
+def _known(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) and not x.is_meta else _like(x)
 
 
 def _like(x: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
-from espalier.comm.custom_ops import recorders, unrecorded
+from espalier.comm.custom_ops import recorders, recording, unrecorded
 from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
@@ -25,7 +25,7 @@ from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.observers import user_frame
-from espalier.tensor.random import drawing_alike
+from espalier.tensor.random import drawing_alike, drawing_by_key
 from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, with_torch_functions
 from espalier.trees import tensors_in, tree_map
 
@@ -50,7 +50,11 @@ def enter_or_gather(
     if getattr(func, "__name__", "") in _TURNING and type(args[0]) is DTensor:
         return _turn(func, args, kwargs)
     inner = _entrance(func) if function_of(func) is None else None
-    with drawing_alike(mesh) if getattr(func, "__name__", "") in _DRAWING else nullcontext():
+    name = getattr(function_of(func) or func, "__name__", "")
+    if name in _REJECTING and not recording():
+        with drawing_by_key(mesh, kwargs.get("generator")):
+            return _gather(func, args, {k: x for k, x in kwargs.items() if k != "generator"}, mesh)
+    with drawing_alike(mesh) if name in _DRAWING or name in _REJECTING else nullcontext():
         return _gather(func, args, kwargs, mesh) if inner is None else inner(*args, **kwargs)
 
 
@@ -58,10 +62,11 @@ def enter_or_gather(
 _DRAWING = frozenset(
     """
     fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices svd_lowrank pca_lowrank lobpcg binomial _standard_gamma
-    _sample_dirichlet
+    fractional_max_pool3d_with_indices svd_lowrank pca_lowrank lobpcg
     """.split()
 )
+# and so many of them as its values say
+_REJECTING = frozenset("binomial _standard_gamma _sample_dirichlet _Dirichlet".split())
 
 
 def function_of(func: Callable[..., Any]) -> type[Function] | None:

@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm.control import compared_with_first
 from espalier.comm.custom_ops import recorders
 from espalier.comm.dry import know
+from espalier.device import get_rng_state, is_accelerator, seed_generator, set_rng_state
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
 from espalier.mesh.process import World
@@ -157,6 +158,8 @@ _SEED = 8  # bytes at the beginning of a generator's state, in which torch notes
 _KEYS = 1 << 16  # keys that can be drawn again
 _STARTS = 1 << 8
 _TAGS = 1 << 10
+
+_by_key = 0
 
 
 class Stream:
@@ -299,6 +302,35 @@ def drawing_alike(mesh: Mesh) -> Iterator[None]:
         if again is None:
             stream.first.set_state(torch.get_rng_state())
         torch.set_rng_state(own)
+
+
+@contextmanager
+def drawing_by_key(mesh: Mesh, generator: torch.Generator | None = None) -> Iterator[None]:
+    """While open, what draws by itself draws the same on all ranks: from generators seeded by one key.
+
+    However much it draws, it takes that one key of the program's: how often a value is rejected nobody else
+    knows.
+    """
+    global _by_key
+    key = draw_key(mesh, generator)
+    device = mesh.device() if not mesh.is_dry and is_accelerator(mesh.device_type) else None
+    own, of_device = torch.get_rng_state(), None if device is None else get_rng_state(device)
+    torch.default_generator.manual_seed(int(key))
+    if device is not None:
+        seed_generator(device, int(key))
+    _by_key += 1
+    try:
+        yield
+    finally:
+        _by_key -= 1
+        torch.set_rng_state(own)
+        if device is not None and of_device is not None:
+            set_rng_state(device, of_device)
+
+
+def is_drawing_by_key() -> bool:
+    """Whether a :func:`drawing_by_key` is open."""
+    return _by_key > 0
 
 
 def _put(mesh: Mesh, tag: int, stream: Stream) -> None:
