@@ -64,7 +64,7 @@ from espalier.torch_private import (
     with_torch_functions,
     wrap_door,
 )
-from espalier.trees import flat_map, flatten, tensors_in
+from espalier.trees import flat_map, flatten, leaves, tensors_in
 
 
 def install() -> None:
@@ -113,8 +113,8 @@ def install() -> None:
     follow_compiler()
     setattr(torch.Tensor, "__setattr__", _set_attribute)  # noqa: B010
     setattr(DTensor, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
-    scripted = torch.jit.ScriptFunction
-    setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
+    for scripted in (torch.jit.ScriptFunction, torch.ScriptMethod):
+        setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
@@ -126,11 +126,20 @@ def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
 
 
 def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of TorchScript, which asks no types: it would compute on this rank's parts."""
+    """A function of TorchScript, which asks no types: it would compute on this rank's parts.
+
+    Nor does it know what stands for a tensor that a pipeline has yet to compute.
+    """
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch_functions_on() and any(type(x) is DTensor for x in tensors_in([args, kwargs])):
+        given = leaves([list(args), kwargs]) if torch_functions_on() else []
+        if any(type(x) is DTensor for x in given):
             return dispatch(DTensor, function, (), args, kwargs)
+        stands = [
+            x for x in given if not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
+        ]
+        if stands:
+            return handle_torch_function(function, stands, *args, **kwargs)
         return original(function, *args, **kwargs)
 
     return call

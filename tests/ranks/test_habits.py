@@ -504,6 +504,21 @@ def functions_of_torchscript(lay: Lay) -> list[Any]:
     return [*losses, *model.parameters()]
 
 
+def losses_of_torchscript(lay: Lay) -> list[Any]:
+    """A function and a module, of what the model gives."""
+    model = net()
+    distance, spread = torch.jit.script(nn.MSELoss()), torch.jit.script(spread_out)
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    losses = []
+    for step in range(3):
+        out = model(batch(step)[0])
+        loss = distance(out, torch.ones(8, out.shape[-1])) + spread(out).cos().sum()
+        if step == 1:
+            losses.append(loss.item())
+        losses.append(stepped(loss, optimizer).item())
+    return [*losses, nn.utils.parameters_to_vector(model.parameters())]
+
+
 def copies_made_before(lay: Lay) -> list[Any]:
     """Copies of the plain model get their values by ``a.data = ...``, and give them back."""
     model, out = net(), []
@@ -522,6 +537,7 @@ def copies_made_before(lay: Lay) -> list[Any]:
 
 PROGRAMS = (
     functions_of_torchscript,
+    losses_of_torchscript,
     copies_made_before,
     functions_that_torch_compiles,
     parameters_given,
@@ -542,6 +558,7 @@ PROGRAMS = (
     recomputed_drawn_and_averaged,
 )
 STAGED = (
+    losses_of_torchscript,
     sparse_graphs,
     parameters_given,
     optimizers_of_a_part,
@@ -589,7 +606,7 @@ def in_float64(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
-@pytest.mark.filterwarnings("ignore:(spread_out|_lambda|.* of sparse tensors) has no sharding rule")
+@pytest.mark.filterwarnings("ignore:(spread_out|_lambda|forward|.* of sparse tensors) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:Graph cannot be split:espalier.parallel.compose.UndividedWarning")
