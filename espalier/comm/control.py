@@ -41,7 +41,7 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
         Exception: this rank's own error, or one of the type and words of another's.
     """
     axes = tuple(axes)
-    device = _speaks_on(mesh)
+    device = speaks_on(mesh)
     failed = torch.zeros(1, dtype=torch.uint8, device=device)
     if error is not None:
         failed.fill_(1)
@@ -70,7 +70,7 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
     raise met from error
 
 
-def _speaks_on(mesh: Mesh) -> torch.device:
+def speaks_on(mesh: Mesh) -> torch.device:
     """Where words lie that ranks exchange: on the host, which reads them, if its tensors travel too."""
     if not is_accelerator(mesh.device_type):
         return torch.device("cpu")
@@ -105,7 +105,7 @@ def numbers_of_all(numbers: list[int], mesh: Mesh) -> list[list[int]]:
 
     One all-gather along each axis.
     """
-    rows = torch.tensor([numbers], dtype=torch.int64, device=_speaks_on(mesh))
+    rows = torch.tensor([numbers], dtype=torch.int64, device=speaks_on(mesh))
     for axis in reversed(range(mesh.ndim)):
         rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
     by_rank: list[list[int]] = rows.tolist()
@@ -116,12 +116,18 @@ def gather_objects(thing: Any, mesh: Mesh) -> list[Any]:
     """What each rank says (anything that can be pickled), in the order of ranks' coordinates."""
     said = pickle.dumps(thing)
     sizes = [size for (size,) in numbers_of_all([len(said)], mesh)]
-    rows = torch.zeros(1, max(sizes), dtype=torch.uint8, device=_speaks_on(mesh))
-    rows[0, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    return [pickle.loads(of) for of in bytes_of_all(said, sizes, mesh)]
+
+
+def bytes_of_all(said: bytes, sizes: Sequence[int], mesh: Mesh) -> list[bytes]:
+    """What each rank says, where all know how long each has it, in the order of ranks' coordinates."""
+    rows = torch.zeros(1, max(sizes), dtype=torch.uint8, device=speaks_on(mesh))
+    if said:
+        rows[0, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     for axis in reversed(range(mesh.ndim)):
         rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
     said_by = rows.cpu().numpy()
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(said_by, sizes, strict=True)]
+    return [row[:size].tobytes() for row, size in zip(said_by, sizes, strict=True)]
 
 
 # ---- talk beside the traffic: short messages among all ranks of a mesh, with a time limit

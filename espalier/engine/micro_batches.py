@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.comm.collectives import broadcast
-from espalier.comm.control import gather_objects, numbers_of_all
+from espalier.comm.control import gather_objects
 from espalier.comm.dry import values_of
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import loss_of
@@ -23,16 +24,16 @@ from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.pipeline import ActionKind, Schedule
 from espalier.parallel.pipeline.programs import sendable
-from espalier.parallel.pipeline.record import leaves
-from espalier.parallel.pipeline.remembered import Remembered
+from espalier.parallel.pipeline.record import ModelStandIns, leaves
+from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
 from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.dry_runs import Dice, States, draw_again, restore, states
-from espalier.tensor.observers import watching
+from espalier.tensor.dry_runs import Dice, States, draw_again, equal, restore, states
+from espalier.tensor.observers import user_frame, watching
 from espalier.tensor.random import stream_of
 from espalier.torch_private import raw
 from espalier.trees import tree_map
@@ -46,6 +47,7 @@ class StageContext(NamedTuple):
         gradients: of each stage of this rank.
         scale: by which the loss is multiplied before the backward pass.
         pulse: is told of each action.
+        memory: what modules set, for all ranks.
     """
 
     call: ModelCall
@@ -55,6 +57,7 @@ class StageContext(NamedTuple):
     gradients: Sequence[Gradients]
     scale: float
     pulse: Watchdog
+    memory: Memory
 
 
 class MicroBatches:
@@ -63,22 +66,38 @@ class MicroBatches:
     Args:
         phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
         counts: whether it is to be known what each loss is a mean over.
+        model: another one of the same modules, which is to run in its place.
     """
 
-    def __init__(self, of: StageContext, parts: Sequence[Any], phase: Phase, counts: bool) -> None:
+    def __init__(
+        self,
+        of: StageContext,
+        parts: Sequence[Any],
+        phase: Phase,
+        counts: bool,
+        model: nn.Module | None = None,
+    ) -> None:
         self._of, self.phase, self._counts = of, phase, counts
         self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
         self._call, self._stages, mesh = of.call, of.stages, of.mesh
+        model = of.call.module if model is None else model
         self._parts = [self._typed(part) for part in parts]
         self._inputs = [self._entered(part) for part in self._parts]
         known = [tree_map(zeros_where_unknown, x) if mesh.is_dry else x for x in self._inputs]
         with of.call.autocast():
-            self._splits: Sequence[Split | Undivided] = of.stages.split.at_all(known)
+            self._splits: list[Split | Undivided] = list(of.stages.split.at_all(known))
+            for i, split in enumerate(self._splits):
+                if self._set_up(split, model):  # which the next ones find
+                    self._splits[i + 1 :] = of.stages.split.at_all(known[i + 1 :])
         shape_inference = of.stages.shape_inference
         self._followed = of.accumulation.followed if counts else None
         of_parts = zip(self._splits, self._inputs, strict=True)
         of_model = loss_of if of.call.loss_fn is None else None
-        self.agreed = [shape_inference(*part, self._called, self._followed, of_model) for part in of_parts]
+        self.agreed: list[InferredShapes] = []
+        for split, inputs in of_parts:
+            last = self.agreed[-1] if self.agreed else None
+            agreed = shape_inference(split, inputs, self._called, self._followed, of_model, last)
+            self.agreed.append(agreed)
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, DeferredWeightGrads()
         self._put_off: set[tuple[int, int]] = set()
@@ -89,31 +108,32 @@ class MicroBatches:
         if rolling and not mesh.is_dry:
             stream_of(mesh)  # agreed on by all at once, not by one stage alone
             self._dice = Dice(mesh, of.stages.places[max(rolling)])
-        self._remembered: Remembered | None = None
-        self._remember(of.call.module)
+        self._before: tuple[nn.Module, Snapshot] | None = None
+        if any(split.remembers for split in self._splits) and not mesh.is_dry:
+            self._before = model, ModelStandIns.snapshot(model)
+        if model is not of.call.module:
+            self._splits = [split.on(model) for split in self._splits]
 
-    def _remember(self, model: nn.Module) -> None:
-        """Before a model runs, where its modules set attributes or buffers."""
-        if any(split.remembers for split in self._splits) and not self._of.mesh.is_dry:
-            self._remembered = Remembered(model, self._of.mesh)
+    def _set_up(self, split: Split | Undivided, model: nn.Module) -> bool:
+        """Let a model have what a first forward sets beside what stages compute; whether there is any."""
+        modules = dict(model.named_modules()) if split.first and not self._of.mesh.is_dry else {}
+        for (name, key, is_buffer), value in split.first.items() if modules else ():
+            put(modules[name], key, copied(value), is_buffer)
+        return bool(modules)
 
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
         self._of.pulse.action = action
 
-    def leave(self) -> set[tuple[str, str]]:
-        """When all are through; gives the attributes that modules have set to tensors."""
+    def leave(self) -> None:
+        """When all are through."""
         self._of.pulse.action = ""
         if self._after is not None:
             restore(self._device, self._after)
         if self._dice is not None:
             self._dice.tell()
-        if self._remembered is not None:
-            failed = numbers_of_all([int(self._of.stages.runtime.failure is not None)], self._of.mesh)
-            if not any(failure for (failure,) in failed):
-                self._remembered.tell()
-                return self._remembered.tensors
-        return set()
+        if self._before is not None:
+            self._of.memory.tell(*self._before, self._of.stages.runtime.failure is not None)
 
     def _typed(self, part: Any) -> Any:
         return self._call.batches.typed(part)
@@ -157,16 +177,25 @@ class MicroBatches:
             yield
 
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
-        if (stage, micro_batch) in self._states:
-            restore(self._device, self._states[stage, micro_batch])
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
         with self._puts_off(programs[stage]) if put_off else nullcontext():
             if stage + 1 < len(programs):
-                return taken_apart(
-                    self._called(programs[stage], received, self._inputs[micro_batch], runner)
-                )[0]
+                return taken_apart(self._computed(micro_batch, programs[stage], received, runner))[0]
             return self._last(micro_batch, programs[stage], received, runner)
+
+    def _computed(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Any:
+        """What a stage gives; it draws what one process would draw in its place."""
+        begins, ends = self._states.get((program.number, micro_batch), (None, None))
+        if begins is not None:
+            restore(self._device, begins)
+        ends = ends or states(self._device)
+        out = self._called(program, received, self._inputs[micro_batch], runner)
+        is_told = not self._of.mesh.is_dry and program.number != self._splits[micro_batch].dice
+        if is_told and not equal(states(self._device), ends):
+            _warn_of_draws(program.number)
+            restore(self._device, ends)  # as all other ranks
+        return out
 
     def _puts_off(self, program: StageProgram) -> AbstractContextManager[None]:
         if not self._of.mesh.is_dry:
@@ -178,8 +207,7 @@ class MicroBatches:
         part = self._parts[micro_batch]
 
         def forward(part: Any) -> torch.Tensor:
-            output = self._called(program, received, self._inputs[micro_batch], runner)
-            return self._call.loss(output, part)
+            return self._call.loss(self._computed(micro_batch, program, received, runner), part)
 
         loss, number = self._of.accumulation.counted(part, forward) if self._counts else (forward(part), None)
         with raw():
@@ -229,17 +257,11 @@ class Prediction(MicroBatches):
         return part
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
-        output = self._called(program, received, self._inputs[micro_batch], runner)
-        whole = plain_output(output)
+        whole = plain_output(self._computed(micro_batch, program, received, runner))
         if isinstance(program, WholeProgram):  # no other rank knows its form
             self.output = whole
         self.tensors = leaves(whole, torch.Tensor)
         return [torch.zeros(())]  # where a loss would be
-
-    def take(self, model: nn.Module) -> None:
-        """Have it of another model of the same modules."""
-        self._splits = [split.on(model) for split in self._splits]
-        self._remember(model)
 
     def everywhere(self, source: int) -> Any:
         """The output on all ranks."""
@@ -262,6 +284,18 @@ class Prediction(MicroBatches):
         return output
 
 
+@lru_cache(maxsize=64)
+def _warn_of_draws(stage: int) -> None:
+    # cached: once for each stage
+    warnings.warn(
+        f"Stage {stage} has drawn other random numbers than its run without data: how many hangs on values, "
+        "or on what it has drawn before (a layer left out by lot, say). Other stages cannot know where to go "
+        "on, and go on from where that run came to: right, but not the numbers that one process draws. For "
+        "these, draw as many whatever comes, or from a torch.Generator of the module's own.",
+        stacklevel=user_frame()[0],
+    )
+
+
 def _is_hooked(program: StageProgram) -> bool:
     """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
     with raw():
@@ -281,26 +315,26 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
 
 def _random_states(
     agreed: Sequence[InferredShapes], local: Sequence[int], mesh: Mesh
-) -> tuple[dict[tuple[int, int], States], States | None]:
-    """The states of torch's generators before each stage of this rank and micro-batch, and after all.
+) -> tuple[dict[tuple[int, int], tuple[States, States]], States | None]:
+    """The states of torch's generators before and after each stage of this rank and micro-batch, and all.
 
     They are those of one process, which does a micro-batch after the other.
     """
-    states_before: dict[tuple[int, int], States] = {}
+    states_around: dict[tuple[int, int], tuple[States, States]] = {}
     if mesh.is_dry or not any(draws for of in agreed for draws in of.draws):
-        return states_before, None
+        return states_around, None
     if mesh.size() > 1:
         stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
     device = mesh.device()
-    before = states(device)
+    before = now = states(device)
     for micro, of in enumerate(agreed):
         for stage, draws in enumerate(of.draws):
-            if stage in local:
-                states_before[stage, micro] = states(device)
             draw_again(draws, device)
-    after = states(device)
+            was, now = now, states(device)
+            if stage in local:
+                states_around[stage, micro] = was, now
     restore(device, before)
-    return states_before, after
+    return states_around, now
 
 
 def zeros_where_unknown(x: Any) -> Any:

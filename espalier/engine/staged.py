@@ -37,10 +37,11 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.remembered import hide, show
+from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
+from espalier.tensor.loans import written_mark
 from espalier.torch_private import raw
 from espalier.trees import tree_map
 
@@ -62,7 +63,8 @@ class Staged(Passes):
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
-        self._sets: set[tuple[str, str]] | None = None  # tensors, in attributes; None: of no loop yet
+        self.memory, self._is_called = Memory(self.mesh), False  # by a loop
+        self._runs = 0
         self._copies = StagedCopies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
@@ -154,7 +156,7 @@ class Staged(Passes):
 
     def before(self) -> Before:
         """What a forward pass may change, as it is now on this rank."""
-        show(self.call.module, self._sets or ())
+        self.memory.hidden.show(self.call.module)
         modules, written = reached(self.call.module), self.stages.split.written
         names = {id(p): name for name, p in self.call.module.named_parameters()}
         held = [(name, table[key]) for name, table, key in places(modules)]
@@ -237,13 +239,15 @@ class Staged(Passes):
     def output(self, inputs: Any, model: nn.Module | None = None) -> Any:
         """What the model gives for inputs, or a copy of it: plain, on every rank."""
         data = self._laid_out(self.call.alone(inputs))
-        work = Prediction(self._context(data), [inputs], lambda name: None, counts=False)
-        if model is not None:
-            work.take(model)
+        work = Prediction(self._context(data), [inputs], lambda name: None, counts=False, model=model)
         schedule = self.stages.schedule(1, only=ActionKind.F)
         self._run(work, schedule)
         self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
         return work.everywhere(schedule.stage_to_rank[-1])
+
+    def written(self) -> tuple[int, int]:
+        """How many runs there were, and how often parameters were written to: what else has is not told."""
+        return self._runs, sum(written_mark(p)[0] for p in self.call.module.parameters())
 
     def lay_out(self, inputs: Any) -> None:
         """Lay the model out for these inputs, unless it is."""
@@ -256,33 +260,33 @@ class Staged(Passes):
         call = ModelRun(self, detached(inputs), rows)
         if not torch.is_grad_enabled():
             return call.value()
-        if self._sets is None:
-            self._sets = set()
+        if not self._is_called:
+            self._is_called = True
             call.lay_out()
             if isinstance(self.stages.split, Undivided):
                 call.value()  # which shows what it sets
-            self._sets |= self.stages.split.tensors
+            self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         self.hide()
         return Awaited(call)
 
     def hide(self) -> None:
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
-        hide(self.call.module, self._sets or ())
+        self.memory.hidden.hide(self.call.module)
 
     def _context(self, data: ZeroState) -> StageContext:
-        show(self.call.module, self._sets or ())
+        self.memory.hidden.show(self.call.module)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         parts = data.gradients.parts
-        return StageContext(self.call, self.mesh, self.stages, self.evaluation, parts, scale, self.pulse)
+        evaluation, pulse = self.evaluation, self.pulse
+        return StageContext(self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory)
 
     def _run(self, work: MicroBatches, schedule: Schedule) -> None:
         assert self.data is not None
+        self._runs += 1
         self.data.begin_forward()
         with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
             self.stages.runtime.run(schedule, work.agreed, work)
-        sets = work.leave()
-        if self._sets is not None:
-            self._sets |= sets
+        work.leave()
         if self.mesh.is_dry and self._failure is not None:
             raise self._failure
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from espalier.comm.control import gather_objects
+from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
@@ -24,6 +24,7 @@ from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import TorchState, leaves, mapped
+from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, restore, states
@@ -43,12 +44,14 @@ class StagedPasses(Protocol):
     output_shapes: dict[Hashable, Any]
     first_batches: GivenBatches
     evaluation: Accumulation
+    memory: Memory
 
     @property
     def stages(self) -> Stages: ...
     def before(self) -> Before: ...
     def hide(self) -> None: ...
     def lay_out(self, inputs: Any) -> None: ...
+    def written(self) -> tuple[int, int]: ...
     def output(self, inputs: Any) -> Any: ...
     def forward(self, batch: Any) -> torch.Tensor: ...
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None: ...
@@ -69,7 +72,7 @@ class ModelRun:
 
     def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
         self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
-        self._updates = passes.updates
+        self._updates, self._written = passes.updates, passes.written()
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self._is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
@@ -85,6 +88,7 @@ class ModelRun:
     def lay_out(self) -> None:
         """Lay the model out for its inputs, unless it is."""
         self._passes.lay_out(self._parts(self._inputs)[0][0])
+        self._written = self._passes.written()
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -141,6 +145,8 @@ class ModelRun:
                 "kept, and the parameters are others now. Ask for it before the step; or after the first "
                 "step too: then it is kept in each."
             )
+        if self._state.grad:
+            self._refuse_written()
         parts, own = self._parts(self._inputs)
         passes.lay_out(parts[0])  # after which buffers are others
         if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
@@ -154,22 +160,34 @@ class ModelRun:
             whole = passes.output(batches.own(self._inputs)[0] if self._is_own else self._inputs)
         return _joined(outputs, own, leaves(whole, torch.Tensor))
 
+    def _refuse_written(self) -> None:
+        """See that parameters are those of the call, as far as nothing else has run since."""
+        passes, (runs, versions) = self._passes, self._written
+        now = passes.written()
+        if not passes.mesh.is_dry and any_says(now[0] == runs and now[1] != versions, passes.mesh):
+            raise ValueError(
+                "A value of the model's output is asked for, and parameters were written to since the model "
+                "was called. In a pipeline it is computed when it is asked for, of the parameters as they "
+                "are then: ask for it before (loss.item()), or call the model afterwards."
+            )
+
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """While open, passes may be made that leave no trace: they draw what the training pass draws."""
-        device = self._passes.mesh.device()
-        drawn, before = states(device), self._passes.before()
+        passes, device = self._passes, self._passes.mesh.device()
+        drawn, before = states(device), passes.before()
         if self._drawn_from is not None:
             torchs, others = self._drawn_from
             restore(device, torchs)
             others.restore()
         try:
-            yield
+            with passes.memory.undone():
+                yield
         finally:
             restore(device, drawn)
             before.put()
             if self._state.grad and self._drawn_from is None:
-                self._passes.hide()
+                passes.hide()
 
     @contextmanager
     def _as_called(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from espalier.parallel.branches import Branches, found_branches, homes_of, leave
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import left_out, send_tokens, stacked
 from espalier.parallel.pipeline.record import SplitError, called
+from espalier.parallel.pipeline.remembered import Place
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
 from espalier.parallel.pipeline.split import Split, StageProgram, split
@@ -475,7 +476,9 @@ class Undivided:
         self._model, last = model, number - 1
         self.cuts: tuple[str, ...] = ()
         self.dice, self.remembers, self.written = last, True, None
+        self.sets: set[tuple[str, str]] = set()
         self.tensors: set[tuple[str, str]] = set()
+        self.first: dict[Place, Any] = {}
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last
         rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last

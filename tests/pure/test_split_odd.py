@@ -430,3 +430,35 @@ def test_a_model_without_modules_is_one_piece() -> None:
         split(Bare(), 2, X)
     net = Bare()
     equal(net, X, split(net, 1, X))
+
+
+class Graphs(nn.Module):
+    """Convolves over a graph that it holds, that it is given, or that it makes."""
+
+    def __init__(self, held: torch.Tensor | None, makes: bool = False) -> None:
+        super().__init__()
+        self.enter, self.out, self.makes = nn.Linear(6, 8), nn.Linear(8, 4), makes
+        self.register_buffer("graph", held, persistent=False)
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        graph = graph.to_sparse() if self.makes else graph if self.graph is None else self.graph
+        return self.out(graph @ self.enter(x))
+
+
+@pytest.mark.parametrize(
+    ("held", "given", "said"),
+    [
+        (torch.sparse_coo, torch.strided, r"its buffer 'graph' is sparse \(torch.sparse_coo\)"),
+        (torch.sparse_csr, torch.strided, r"its buffer 'graph' is sparse \(torch.sparse_csr\)"),
+        (None, torch.sparse_coo, "a tensor of its batch is sparse"),
+        (None, torch.strided, "what to_sparse gives in its forward is sparse"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_are_told(held: torch.layout | None, given: torch.layout, said: str) -> None:
+    def graph(layout: torch.layout) -> torch.Tensor:
+        return torch.eye(5) if layout is torch.strided else torch.eye(5).to_sparse(layout=layout)
+
+    model = Graphs(None if held is None else graph(held), makes="gives" in said)
+    with pytest.raises(SplitError, match=said):
+        split(model, 2, (torch.ones(5, 6), graph(given)))

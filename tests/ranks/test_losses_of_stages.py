@@ -285,6 +285,12 @@ def told(rank: int, world: int) -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model_of(net)
     F.cross_entropy(model(x), y).backward()
+    loss = F.cross_entropy(model(x), y)
+    with torch.no_grad():
+        net[0].bias.add_(1.0)  # type: ignore[operator]  # as model.apply(init) does, or weights that are loaded
+    with pytest.raises(ValueError, match=r"written to since the model was called(.|\n)*before"):
+        loss.item()
+    assert F.cross_entropy(model(x), y).item() > 0
     net.append(nn.Linear(4, 4).double())
     with pytest.raises(ValueError, match=r"'3' \(Linear\) came later"):
         F.cross_entropy(model(x), y).backward()

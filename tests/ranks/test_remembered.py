@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import espalier
+from espalier.comm.control import gather_objects
+from espalier.engine import micro_batches
 from espalier.parallel.compose import UndividedWarning
+from espalier.parallel.pipeline import remembered
 
 TOLERANCE = 1e-10
 
@@ -155,6 +159,53 @@ class Tempered(Net):
         return self.out(x * self.b.scale if hasattr(self.b, "scale") else x) / self.temperature
 
 
+class Projects(Layer):
+    """Draws a projection the first time, and noise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.projection is None:
+            self.projection = torch.randn(8, 8)
+        out = self.l(x) @ self.projection
+        return torch.tanh(out + 0.1 * torch.rand_like(x) if self.training else out)
+
+
+class Rejects(Layer):
+    """Draws as many numbers as values say: of what it computes, and of a prior."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prior = torch.full((8,), 0.7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = F.softplus(self.l(x)) + 0.1
+        if not self.training:
+            return z
+        shares = torch.distributions.Dirichlet(z, validate_args=False).rsample()
+        parts = torch.distributions.Gamma(z, 1 + z, validate_args=False).rsample()
+        return torch.tanh(
+            shares + parts + torch.distributions.Gamma(self.prior, 1.0).sample() + torch.rand(8)
+        )
+
+
+class Normalizes(Net):
+    """Is divided, and goes by what it has seen first: of the batch, and of its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean, self.sizes = x.mean(0), tuple(x.shape)
+            self.register_buffer("mask", torch.linspace(0, 1, x.shape[-1]))
+        x = self.b(torch.tanh(self.enter((x - self.mean) * self.mask)))
+        return self.out(self.c(torch.tanh(x)) * self.sizes[-1])
+
+
 class Shares(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -182,9 +233,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "first": First,
     "tempered": Tempered,
     "shared": Shared,
+    "normalizes": Normalizes,
+    "projects": lambda: Net(Projects),
+    "rejects": lambda: Net(Rejects),
 }
 WHOLE = {"recurrent", "counts", "first"}  # which cannot be divided
 OF_ROWS = {"cell", "recurrent"}  # remember rows: a micro-batch's are others
+LAID_OUT = {"rebinds", "cell", "codebook", "rejects"}  # whose layers are cut, or draw, under tensor
+DRAWING = {"projects", "rejects"}  # of keys: one process is one of the library's
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,10 +265,10 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
                 model.b.register_buffer("scale", torch.full((8,), 1.5))
         x, y = batch(step)
         optimizer.zero_grad()
-        if plan is None:
+        if plan is None or "pipe" not in plan:
             total = 0.0
             for some, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                loss = F.cross_entropy(model(some), labels) / parts
+                loss = F.cross_entropy(given(some), labels) / parts
                 loss.backward()
                 total += loss.item()
             out.append(total)
@@ -238,7 +294,7 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
     out += [x for _, x in sorted(given.state_dict().items())]
     for module in model.modules():
         found = vars(module)
-        out += [found[key] for key in ("calls", "kept") if key in found]
+        out += [found[key] for key in ("calls", "kept", "projection", "mean") if key in found]
         out += found.get("seen", ())
         h = found.get("h")
         out += list(h) if isinstance(h, tuple) else [] if h is None else [h]
@@ -249,11 +305,12 @@ def compared(rank: int, world: int, plans: list[dict[str, Any]], folder: Path) -
     for plan in plans:
         parts = plan.get("accumulate", 1)
         for kind in MODELS:
-            if parts > 1 and kind in OF_ROWS:
+            if (parts > 1 and kind in OF_ROWS) or ("tensor" in plan and kind not in LAID_OUT):
                 continue
-            expected = followed(kind, None, folder, parts)
+            alone = {"data": world} if kind in DRAWING else None
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                expected = followed(kind, alone, folder / f"{kind}alone", parts)
                 given = followed(kind, plan, folder / f"{kind}{plans.index(plan)}", parts)
             assert (kind in WHOLE) == any(w.category is UndividedWarning for w in caught), kind
             assert len(given) == len(expected), kind
@@ -267,6 +324,9 @@ def in_float64(rank: int, world: int, plans: list[dict[str, Any]], folder: Path)
         compared(rank, world, plans, folder)
         if world == 2:
             told_of_what_the_loss_hangs_on()
+            told_of_what_is_asked_too_early()
+            told_as_tensors()
+            told_of_what_is_slow_or_other()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -298,6 +358,125 @@ def told_of_what_the_loss_hangs_on() -> None:
         assert loss.item() > 0
     loss.backward()
     assert model.b.aux > 0 and model.c.aux > 0
+
+
+class Buffers(Layer):
+    """A count, and a buffer that is bound anew."""
+
+    load: torch.Tensor
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.load = self.load + x.detach().mean(0)
+        return torch.tanh(self.l(x))
+
+
+def told_of_what_is_asked_too_early() -> None:
+    """Who asks for a number between the call and backward gets that of the step before, and is told once."""
+    model: Any = Net(Buffers)
+    plan = {"pipe": 2, "cuts": ("c",)}
+    given, _ = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    x, y = batch(0)
+    said, seen = [], []
+    for step in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = F.cross_entropy(given(x), y)
+            if step == 1:
+                seen.append((model.b.calls, float(model.c.load.sum()), Buffers.calls))
+            if step == 2:
+                seen.append((model.b.calls, "calls" in vars(model.c), hasattr(Buffers, "load")))
+            if step == 3:
+                model.b.calls = 10  # the program's own
+            loss.backward()
+        said.append([str(w.message) for w in caught])
+        assert model.b.calls == model.c.calls + (7 if step == 3 else 0) and Buffers.calls == 0
+        assert "load" not in vars(Buffers)
+    assert seen[0][0] == 1 and seen[0][2] == 0 and seen[1] == (2, True, False)
+    assert said[0] == said[2] == said[3] == []
+    ((first,),) = said[1:2]
+    assert first.startswith("b.calls, c.load was asked for between the call of the model and loss.backward()")
+
+
+class Holds(Layer):
+    """Keeps tensors of two sizes, of the same shapes each time."""
+
+    held: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.l(x))
+        self.held = {"rows": out.detach(), "wide": [out.detach().repeat(1, 1024)]}
+        return out
+
+
+class HoldsAndCounts(Holds):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def told_as_tensors() -> None:
+    """Nothing of a model that remembers nothing; of others two numbers, what has changed, and tensors."""
+    traffic = []
+    for kind in (lambda: nn.Linear(8, 8), Holds, HoldsAndCounts):
+        model: Any = Net(kind)
+        plan = {"pipe": 2, "cuts": ("c",)}
+        given, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+        for step in range(3):
+            x, y = batch(step)
+            with espalier.ledger(given.engine.mesh) as book:
+                optimizer.zero_grad()
+                F.cross_entropy(given(x), y).backward()
+                optimizer.step()
+        traffic.append(Counter((e.op, e.bytes) for e in book.entries))
+        if kind is Holds:
+            assert torch.equal(model.b.held["wide"][0][:, 8:16], model.b.held["rows"])
+            assert type(model.c.held["rows"]) is torch.Tensor and len(model.c.held["wide"]) == 1
+    nothing, tensors, numbers = traffic
+    rows, wide = 8 * 8 * 8, 8 * 8 * 8 * 1024
+    assert not any(op in ("broadcast", "all_gather") for op, _ in nothing)
+    # of each stage; the one that gets them sends nothing
+    each = {("broadcast", 0): 2, ("broadcast", rows): 1, ("broadcast", wide): 1, ("all_gather", 16): 1}
+    assert tensors - nothing == each
+    ((op, nbytes), times), *others = (numbers - tensors).items()
+    assert (op, times, others) == ("all_gather", 1, []) and nbytes < 300
+
+
+class Unsure(Layer):
+    """Draws as often as what it computes says, and keeps what is long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.l(x).detach().repeat(1, 64)
+        often = 1 + int(self.kept.abs().sum() * 1000) % 7
+        return torch.tanh(self.l(x)) + torch.rand(often).mean()
+
+
+def told_of_what_is_slow_or_other() -> None:
+    """Each once: what takes long to send, and draws that other stages cannot know. Ranks stay in step."""
+    model: Any = Net(Unsure)
+    plan = {"pipe": 2, "cuts": ("c",)}
+    given, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    micro_batches._warn_of_draws.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setattr(remembered, "_MUCH", 1 << 14)
+        warnings.simplefilter("always")
+        for step in range(6):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.cross_entropy(given(x), y).backward()
+            optimizer.step()
+    said = [str(w.message) for w in caught]
+    assert sum("sets b.kept and 1 more. In a pipeline that goes to all" in word for word in said) == 1
+    assert sum("has drawn other random numbers than its run without data" in word for word in said) == 1
+    drawn = gather_objects(torch.rand(3).tolist(), given.engine.mesh)
+    assert drawn[0] == drawn[1]
 
 
 def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -49,6 +50,47 @@ class Regression(nn.Module):
         return SimpleNamespace(loss=(out - labels.to(out.dtype)).square().mean())
 
 
+class Recurs(nn.Module):
+    """Goes on from what it gave last, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.calls = nn.Linear(8, 8), 0
+        self.h: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.l(x) if self.h is None else self.l(x) + self.h) * (1 + 0.1 * self.calls)
+        self.h = x.detach()
+        return x
+
+
+@dataclass
+class Loss:
+    """What a model gives."""
+
+    loss: torch.Tensor
+
+
+class Recurrent(nn.Module):
+    """Its layers remember."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList([Recurs(), Recurs()])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Loss:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        out = self.head(x).squeeze(-1)
+        return Loss((out - labels.to(out.dtype)).square().mean())
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {"regression": Regression, "recurrent": Recurrent}
+
+
 def counted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Over how many elements that is a mean, as a tensor on the device: the batch is not there yet."""
     return torch.ones(batch["labels"].shape, device=torch.accelerator.current_accelerator()).sum()
@@ -56,10 +98,10 @@ def counted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def built(kind: str, changes: dict[str, Any]) -> nn.Module:
     """A model with weights drawn always alike."""
-    if kind != "regression":
+    if kind not in OWN:
         return model(kind, **changes)
     torch.manual_seed(1)
-    return Regression()
+    return OWN[kind]()
 
 
 def parts(case: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, torch.Tensor]]]:

@@ -122,6 +122,7 @@ TWO: Plans = {
         {},
     ),
     "zbv, tied": ({"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2}, TIED, {}),
+    "remembering": ({"pipe": 2, "cuts": ("layers.1",)}, {"kind": "recurrent"}, {}),
     "all on the host": ({"data": 2, "zero": 3, **LOW, "offload": AWAY}, SINGLE, OFFLOADED),
     "all on disk": ({"data": 2, "zero": 3, "offload": ON_DISK}, SINGLE, OFFLOADED),
     "experts": ({"data": 2, "expert": 2}, {"kind": "moe"}, ROUTED),

@@ -161,7 +161,9 @@ class Trace:
         device: on which it was traced.
         changed: what each module's forward did that is not in the ops.
         remembers: whether any set attributes or buffers, be it the first time alone.
-        tensors: the attributes that hold tensors then, by module's name and their own.
+        sets: the attributes that they set, by module's name and their own.
+        tensors: those of them that hold tensors.
+        first: what a first forward alone sets, and where, if its values are known: of the batch, say.
         sharing: of modules that set what others hold, too (a dict, say), the names of these.
         dice: names of the modules that draw random numbers which are not torch's.
         containers: names of modules that hold the outermost lists of blocks, and of the model.
@@ -181,7 +183,9 @@ class Trace:
     sources: dict[tuple[str, str], int] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)
     remembers: bool = False
+    sets: set[tuple[str, str]] = field(default_factory=set)
     tensors: set[tuple[str, str]] = field(default_factory=set)
+    first: dict[Any, Any] = field(default_factory=dict)
     sharing: dict[str, set[str]] = field(default_factory=dict)
     dice: set[str] = field(default_factory=set)
     containers: frozenset[str] = frozenset()

@@ -1,167 +1,319 @@
-"""What modules remember of their forwards, in attributes and buffers: set by stages, told to all ranks."""
+"""What modules remember of their forwards, in attributes and buffers: set by stages, told to all ranks.
+
+Tensors travel as tensors. What else there is, names, numbers and the tensors' shapes, is pickled on the host,
+and sent where it is not as it was after the last pass.
+"""
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from espalier.comm.control import gather_objects
+from espalier.comm.collectives import broadcast_
+from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import ModelStandIns
+from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
-from espalier.tensor.traces import ABSENT
-from espalier.torch_private import raw
-from espalier.trees import leaves, tensors_in, tree_map
+from espalier.tensor.observers import user_frame
 
 _TOLD = (
     torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, set, deque)
+_SMALL = 1 << 16  # bytes of a tensor that shares a message with others
+_MUCH = 1 << 25  # bytes of a pass that are told of
 
 
 class _Gone:
     """In the place of an attribute that was taken away."""
 
 
-class Remembered:
-    """The attributes and buffers that a pass sets on ranks whose stages have the modules.
+class Place(NamedTuple):
+    """Where something is remembered: the module's name, the attribute's or buffer's."""
+
+    module: str
+    key: str
+    is_buffer: bool
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """In the place of a tensor that travels as one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_host: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Snapshot = Mapping[str, Mapping[str, Any]]
+
+
+class Memory:
+    """The attributes and buffers that passes set on ranks whose stages have the modules.
 
     Told are tensors, numbers, names and containers of these. All ranks have whole plain tensors then, without
     a history.
 
     Args:
-        model: before the pass.
         mesh: with the axis ``pipe``.
 
     Attributes:
-        tensors: by module's name and their own, the attributes that were found to hold tensors.
+        hidden: of what was found to be set, what is asked for too early.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model, self._line, self._device = model, mesh["pipe"], mesh.device()
-        self._before = ModelStandIns.snapshot(model)
-        self.tensors: set[tuple[str, str]] = set()
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._axis = mesh, mesh.axis("pipe")
+        self.hidden = Hidden()
+        # what each coordinate along the axis has set in the last pass, pickled
+        self._said: list[dict[Place, bytes]] = [{} for _ in range(mesh.shape[self._axis])]
+        self._is_kept = True
+        self._told: set[tuple[str, str]] = set()  # asked for too early
+        self._has_warned = False
 
-    def tell(self) -> None:
-        """After the pass: all ranks come here."""
-        modules = dict(self._model.named_modules())
-        told: dict[tuple[str, str, bool], Any] = {}
-        for name, keys in ModelStandIns.changes(self._model, self._before).items():
-            module = modules[name]
-            for key in () if is_of_torch(module) else keys:
-                is_buffer = key in module._buffers
-                value = (module._buffers if is_buffer else vars(module)).get(key, _Gone())
-                if _may_be_told(value):
-                    whole = told[name, key, is_buffer] = _each(_whole, value)
-                    if any(type(x) is DTensor for x in tensors_in([value])):
-                        self._take(module, key, is_buffer, whole)
-        for i, others in enumerate(gather_objects(told, self._line)):
-            for (name, key, is_buffer), value in others.items():
-                if not is_buffer and tensors_in([value]):
-                    self.tensors.add((name, key))
-            if i != self._line.rank:
-                for (name, key, is_buffer), value in others.items():
-                    self._take(modules[name], key, is_buffer, value)
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """While open, who makes passes undoes what they set: tensors need no values elsewhere."""
+        self._is_kept, before = False, self._is_kept
+        try:
+            yield
+        finally:
+            self._is_kept = before
 
-    def _take(self, module: nn.Module, key: str, is_buffer: bool, value: Any) -> None:
-        table: dict[str, Any] = module._buffers if is_buffer else vars(module)
-        if isinstance(value, _Gone):
-            table.pop(key, None)
+    def tell(self, model: nn.Module, before: Snapshot, has_failed: bool) -> None:
+        """After a pass: all ranks come here.
+
+        Args:
+            before: of the model, when the pass began.
+            has_failed: whether this rank has: then nobody tells anything.
+        """
+        here = self._mesh.coordinate[self._axis]
+        found = {} if has_failed else _found(model, before)
+        if not self._hears({place: self._form(x) for place, x in found.items()}, has_failed):
             return
-        value = _each(self._here, value)
-        was: Any = table.get(key)
-        if type(was) is type(value) and isinstance(value, list | dict | set | deque):
-            was.clear()  # others may hold it
-            (was.extend if isinstance(value, list | deque) else was.update)(value)
-        else:
-            table[key] = value
+        told = [{place: pickle.loads(form) for place, form in said.items()} for said in self._said]
+        holding = {p: sent for said in told for p, x in said.items() if (sent := _leaves(x, _Sent))}
+        set_now = {(place.module, place.key) for values in told for place in values}
+        tensors = {(place.module, place.key) for place in holding if not place.is_buffer}
+        self.hidden.note(set_now, tensors, is_step=self._is_kept and torch.is_grad_enabled())
+        if self._is_kept:
+            self._warn_of_asked(set_now)
+            self._warn_of_size(holding)
+        modules = dict(model.named_modules())
+        for i, values in enumerate(told):
+            like = [x for value in values.values() for x in _leaves(value, _Sent)]
+            if i == here:
+                own = [x for value in found.values() for x in _leaves(value, torch.Tensor) if _travels(x)]
+                came = iter(self._passed(i, like, [*map(_whole, own)]) if self._is_kept else own)
+            else:
+                came = iter(self._passed(i, like, None) if self._is_kept else map(self._room, like))
+            for place, value in values.items():
+                value = _each(partial(self._made, came), value)
+                # a part of a tensor on each rank of a stage is the whole one from now on
+                if i != here or (self._is_kept and _leaves(found[place], DTensor)):
+                    put(modules[place.module], place.key, value, place.is_buffer)
 
-    def _here(self, x: Any) -> Any:
-        return x.to(self._device) if isinstance(x, torch.Tensor) else x
+    def _hears(self, forms: dict[Place, bytes], has_failed: bool) -> bool:
+        """Know what each rank along the axis has set; whether all is well on all ranks of the mesh."""
+        mesh, here = self._mesh, self._mesh.coordinate[self._axis]
+        was = self._said[here]
+        news = {place: form for place, form in forms.items() if was.get(place) != form}
+        said = pickle.dumps((list(forms), news)) if news or list(forms) != list(was) else b""
+        numbers = numbers_of_all([int(has_failed), len(said)], mesh)
+        of_all = torch.tensor(numbers, device="cpu").view(*mesh.shape, 2)
+        if of_all[..., 0].any():
+            return False
+        sizes = of_all[tuple(slice(None) if a == self._axis else c for a, c in enumerate(mesh.coordinate))]
+        if sizes[:, 1].any():
+            for i, of in enumerate(bytes_of_all(said, sizes[:, 1].tolist(), mesh["pipe"])):
+                if of:
+                    places, news = pickle.loads(of)
+                    self._said[i] = {place: news.get(place, self._said[i].get(place)) for place in places}
+        return True
+
+    def _form(self, value: Any) -> bytes:
+        """A value, pickled, without the tensors that travel as such."""
+
+        def form(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            if not _travels(x):
+                return x.detach().cpu()
+            return _Sent(tuple(x.shape), x.dtype, x.device.type != self._mesh.device_type)
+
+        return pickle.dumps(_each(form, value))
+
+    def _made(self, came: Iterator[torch.Tensor], x: Any) -> Any:
+        if type(x) is _Sent:
+            return next(came)
+        return x.to(self._mesh.device()) if isinstance(x, torch.Tensor) else x
+
+    def _way(self, x: _Sent) -> torch.device:
+        """The device from which it travels."""
+        return speaks_on(self._mesh) if x.is_on_host else self._mesh.device()
+
+    def _room(self, x: _Sent) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=self._way(x))
+
+    def _passed(
+        self, source: int, like: Sequence[_Sent], own: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """The tensors of one coordinate along the axis, which are its own, on all."""
+        if own is None:
+            xs = [self._room(x) for x in like]
+        else:
+            xs = [_bare(x.to(self._way(of))) for x, of in zip(own, like, strict=True)]
+        messages: list[list[torch.Tensor]] = []
+        for is_on_host in (False, True):
+            travel = [x for x, of in zip(xs, like, strict=True) if of.is_on_host is is_on_host and x.numel()]
+            messages += [[x] for x in travel if x.nbytes > _SMALL]
+            messages.append([x for x in travel if x.nbytes <= _SMALL])
+        for message in filter(None, messages):
+            wire = message[0].view(-1)
+            if len(message) > 1:
+                parts = [x.view(-1).view(torch.uint8) for x in message]
+                wire = torch.cat(parts)
+            broadcast_(wire, self._mesh, self._axis, source).wait()
+            if len(message) > 1 and own is None:
+                for part, came in zip(parts, wire.split([x.numel() for x in parts]), strict=True):
+                    part.copy_(came)
+        return [x.cpu() if of.is_on_host else x for x, of in zip(xs, like, strict=True)]
+
+    def _warn_of_size(self, holding: Mapping[Place, Sequence[_Sent]]) -> None:
+        """Tell once of tensors that take long to send."""
+        nbytes = sum(x.nbytes for sent in holding.values() for x in sent)
+        if nbytes < _MUCH or self._has_warned:
+            return
+        self._has_warned = True
+        first, *others = holding
+        said = ".".join(filter(None, first[:2])) + (f" and {len(others)} more" if others else "")
+        warnings.warn(
+            f"The model's forward sets {said}. In a pipeline that goes to all ranks after each pass, "
+            f"{nbytes >> 20} MiB. What nobody reads between steps, keep in evaluation alone (if not "
+            "self.training: ...), or in an object of a class of your own: such are each rank's own.",
+            stacklevel=user_frame()[0],
+        )
+
+    def _warn_of_asked(self, set_now: set[tuple[str, str]]) -> None:
+        """Tell once of what was asked for too early, and is another now."""
+        late = sorted(".".join(filter(None, place)) for place in self.hidden.asked & set_now - self._told)
+        self._told |= self.hidden.asked & set_now
+        self.hidden.asked.clear()
+        if late:
+            warnings.warn(
+                f"{', '.join(late)} was asked for between the call of the model and loss.backward(), and was "
+                "what the step before has left: in a pipeline the forward, which sets it, runs with the "
+                "backward pass. Ask for it after that.",
+                stacklevel=user_frame()[0],
+            )
+
+
+def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
+    """What the modules of this rank have set since, and may be told."""
+    modules, found = dict(model.named_modules()), {}
+    for name, keys in ModelStandIns.changes(model, before).items():
+        module = modules[name]
+        for key in () if is_of_torch(module) else keys:
+            value = value_at(model, name, key)
+            if may_be_told(value):
+                found[Place(name, key, key in module._buffers)] = value
+    return found
+
+
+def value_at(model: nn.Module, name: str, key: str) -> Any:
+    """What an attribute or buffer of a module of the model is; if there is none, what says so."""
+    module = model.get_submodule(name)
+    return (module._buffers if key in module._buffers else vars(module)).get(key, _Gone())
+
+
+def put(module: nn.Module, key: str, value: Any, is_buffer: bool = False) -> None:
+    """Let an attribute or buffer be a value, in the same container if it is one of that kind."""
+    table: dict[str, Any] = module._buffers if is_buffer else vars(module)
+    if isinstance(value, _Gone):
+        table.pop(key, None)
+        return
+    was: Any = table.get(key)
+    if type(was) is type(value) and isinstance(value, list | dict | set | deque):
+        was.clear()  # others may hold it
+        (was.extend if isinstance(value, list | deque) else was.update)(value)
+    else:
+        table[key] = value
+
+
+def copied(value: Any) -> Any:
+    """A value that may be told, with its own memory, and nothing in parts."""
+
+    def other(x: Any) -> Any:
+        if type(x) is DTensor:
+            return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    return _each(other, value)
+
+
+def form_of(value: Any) -> Hashable:
+    """What of a value may tell a forward to go another way than the last time: that it is there, say."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if type(value) is tuple:
+        return tuple(map(form_of, value))
+    if isinstance(value, str | type(None)):
+        return value
+    return type(value), bool(value) if isinstance(value, (int, float, *_CONTAINERS)) else True
 
 
 def _each(fn: Callable[[Any], Any], x: Any) -> Any:
-    return deque(map(partial(_each, fn), x), x.maxlen) if type(x) is deque else tree_map(fn, x)
+    """``fn`` on what is in containers that are told; of sets, which hold no tensors, on the set."""
+    if type(x) is dict:
+        return {key: _each(fn, y) for key, y in x.items()}
+    if type(x) is deque:
+        return deque([_each(fn, y) for y in x], x.maxlen)
+    return type(x)([_each(fn, y) for y in x]) if type(x) in (list, tuple) else fn(x)
 
 
-def _whole(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    whole = full_tensor(x).detach()
-    with raw():
-        return whole.cpu()
+def _leaves(x: Any, kind: type) -> list[Any]:
+    if type(x) in (list, tuple, dict, deque):
+        return [leaf for y in (x.values() if type(x) is dict else x) for leaf in _leaves(y, kind)]
+    return [x] if isinstance(x, kind) else []
 
 
-def _may_be_told(x: Any) -> bool:
+def _travels(x: torch.Tensor) -> bool:
+    """Whether it is sent as a tensor: the numbers are all that there is to it."""
+    if type(x) is DTensor:
+        return True
+    is_dense = type(x) is torch.Tensor and x.layout is torch.strided
+    return is_dense and not (x.is_meta or x.is_quantized or x.is_nested)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return full_tensor(x).detach()
+
+
+def _bare(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().resolve_conj().resolve_neg()
+
+
+def may_be_told(x: Any) -> bool:
+    """Whether a value is one that all ranks can have."""
     if isinstance(x, nn.Parameter):
         return False
+    if type(x) is set:
+        return all(may_be_told(y) and not isinstance(y, torch.Tensor) for y in x)
     if type(x) in _CONTAINERS:
-        return all(map(_may_be_told, [*x.keys(), *x.values()] if isinstance(x, dict) else x))
+        return all(map(may_be_told, [*x.keys(), *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, (*_TOLD, _Gone))
-
-
-class Unset:
-    """In the place of a tensor that a forward sets, while that has been called and has not run.
-
-    Args:
-        name: of the attribute.
-        before: what it was; :data:`~espalier.tensor.traces.ABSENT` if it was not there.
-    """
-
-    def __init__(self, name: str, before: Any) -> None:
-        self._name, self._before = name, before
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """That of what will stand there, for who looks whether there is a tensor."""
-        return torch.Tensor
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ValueError(
-            f"{self._name} is set by the model's forward, which in a pipeline runs with loss.backward(). Ask "
-            "for it after that. What belongs to the loss let the forward return, and make the loss of its "
-            "output."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in leaves([list(args), dict(kwargs or {})]):
-            if type(x) is cls:
-                x._refuse()
-
-
-for _name in (
-    "add radd iadd sub rsub mul rmul truediv rtruediv pow matmul neg abs float int bool len iter getitem "
-    "lt le gt ge array index"
-).split():
-    setattr(Unset, f"__{_name}__", Unset._refuse)
-
-
-def hide(model: nn.Module, attributes: Iterable[tuple[str, str]]) -> None:
-    """Let who asks for attributes be told that the forward has yet to set them."""
-    for name, key in attributes:
-        table = vars(model.get_submodule(name))
-        if type(before := table.get(key, ABSENT)) is not Unset:
-            table[key] = Unset(f"{name}.{key}" if name else key, before)
-
-
-def show(model: nn.Module, attributes: Iterable[tuple[str, str]]) -> None:
-    """Let them be what they were, but for what others have set since."""
-    for name, key in attributes:
-        table = vars(model.get_submodule(name))
-        if type(there := table.get(key)) is Unset:
-            if there._before is ABSENT:
-                del table[key]
-            else:
-                table[key] = there._before

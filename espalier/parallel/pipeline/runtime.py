@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,6 +67,7 @@ class InferredShapes(NamedTuple):
         rebuild: of each stage but the last, its outputs from these tensors.
         draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
+        after: the attributes that modules set, by module's name and their own, as they are then.
     """
 
     wires: tuple[tuple[Wire, ...], ...]
@@ -74,6 +76,7 @@ class InferredShapes(NamedTuple):
     rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, SingleRank]
+    after: Mapping[tuple[str, str], Any] = MappingProxyType({})
 
 
 class StageWork(Protocol):

@@ -7,7 +7,7 @@ knows them too, and each stage draws the random values that one process would dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -20,6 +20,7 @@ from espalier.blocks import HOOKS
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
+from espalier.parallel.pipeline.remembered import copied, form_of, may_be_told, put, value_at
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
 from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy
 from espalier.parallel.pipeline.split import Split, StageProgram
@@ -89,6 +90,7 @@ class ShapeInference:
         forward: Forward,
         followed: Followed | None = None,
         loss_of: Callable[[Any], Any] | None = None,
+        last: InferredShapes | None = None,
     ) -> InferredShapes:
         """What is agreed of a micro-batch.
 
@@ -98,10 +100,15 @@ class ShapeInference:
             forward: ``forward(program, received, inputs, runner)`` calls a stage.
             followed: the values that are followed in the last stage.
             loss_of: what finds the loss in what the last stage gives; by default it may hang on all of that.
+            last: of the micro-batch before, which finds what this one begins with.
         """
         leaves, form = flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
-        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None)
+        remembered = {place: value_at(self._model, *place) for place in sorted(split.sets)}
+        if last is not None:
+            remembered |= {place: x for place, x in last.after.items() if place in remembered}
+        forms = tuple(map(form_of, remembered.values()))  # another way may be gone by it
+        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None, forms)
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if key not in self._known:
@@ -111,10 +118,13 @@ class ShapeInference:
                     _follow(theirs._buffers, name, b)
             for p, dry_p in zip(self._model.parameters(), self._twin.parameters(), strict=True):
                 dry_p.requires_grad = p.requires_grad
+            for (name, attribute), value in remembered.items():
+                if may_be_told(value):
+                    put(self._twin.get_submodule(name), attribute, copied(value))
             dry = unflatten([self._bare(x) for x in leaves], form)
             programs = [program.on(self._twin) for program in split.stages]
             with untraced(self._model):  # nor does who counts memory or operations count the twin's
-                self._known[key] = self._run(programs, dry, forward, followed, loss_of)
+                self._known[key] = self._run(programs, dry, forward, followed, loss_of, remembered)
         return self._known[key]
 
     def _bare(self, x: Any) -> Any:
@@ -131,6 +141,7 @@ class ShapeInference:
         forward: Forward,
         followed: Followed | None,
         loss_of: Callable[[Any], Any] | None,
+        sets: Iterable[tuple[str, str]],
     ) -> InferredShapes:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
         drawn, before = states(device), Before(reached(self._twin), {}, None, [], whole=True)
@@ -164,13 +175,16 @@ class ShapeInference:
                 wires.append(tuple(w._replace(dtype=d) for w, d in zip(bare, dtypes, strict=True)))
                 rebuilds.append(rebuild)
                 received = partial(_received, tensors, bare, rebuild)
+            values = {place: value_at(self._twin, *place) for place in sets}
+            after = {place: copied(x) for place, x in values.items() if may_be_told(x)}
         finally:
             restore(device, drawn)
             before.put()
             for back in filter(None, own):
                 back()
         returns = graph.returns()
-        return InferredShapes(tuple(wires), returns, not graph.is_sure, tuple(rebuilds), tuple(draws), alone)
+        tells = not graph.is_sure
+        return InferredShapes(tuple(wires), returns, tells, tuple(rebuilds), tuple(draws), alone, after)
 
 
 def _follow(buffers: dict[str, Any], name: str, b: torch.Tensor | None) -> None:

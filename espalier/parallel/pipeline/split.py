@@ -182,7 +182,9 @@ class Split:
         whole: why modules that were to be divided lie in one stage.
         dice: the stage that draws random numbers which are not torch's; None: none does.
         remembers: whether modules set attributes or buffers.
-        tensors: the attributes that they set to tensors, by module's name and their own.
+        sets: the attributes that they set, by module's name and their own.
+        tensors: those of them that they set to tensors.
+        first: what the first forward of divided modules sets, and no later one, and where.
     """
 
     def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
@@ -193,7 +195,9 @@ class Split:
         self._attributes = [
             (m, _said_of(m)) for m in map(family.model.get_submodule, sorted(divided.repeated))
         ]
-        self.dice, self.remembers, self.tensors = divided.dice, traced.remembers, traced.tensors
+        self.dice, self.remembers = divided.dice, traced.remembers
+        self.sets, self.tensors = traced.sets, traced.tensors
+        self.first = {place: x for place, x in traced.first.items() if place.module in divided.repeated}
         self.segments, self.whole = family.segments, tuple(family.whole.values())
 
     def on(self, model: nn.Module) -> Split:

@@ -42,9 +42,11 @@ from espalier.parallel.pipeline.record import (
     name_of,
     storage_of,
 )
+from espalier.parallel.pipeline.remembered import Place, may_be_told, value_at
 from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.dry_runs import CostMode, OpCost
+from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.traces import Apart, Generators, NotCopiedError
 from espalier.torch_private import (
     DataDependentOutputException,
@@ -80,9 +82,12 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
     Raises:
         ValuesError: the control flow of a module that is to be divided depends on the values of parameters
             or activations.
-        SplitError: the model cannot be copied.
+        SplitError: the model cannot be copied, or has sparse tensors.
     """
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
+    buffers = ((f"its buffer {name!r}", b) for name, b in stand_ins.model.named_buffers())
+    _refuse_sparse(stand_ins.model, buffers)
+    _refuse_sparse(stand_ins.model, (("a tensor of its batch", x) for x in leaves(batch, torch.Tensor)))
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, _NOISY, "disabled", _NOISY.disabled)
         _NOISY.disabled = True
@@ -94,23 +99,44 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
         recorded = _recorded(twin, device, fake, whole)
         if changes := stand_ins.changes(twin.module, before):
             modules = dict(twin.module.named_modules())
-            recorded.remembers = not all(is_of_torch(modules[name]) for name in changes)
             recorded.sharing = stand_ins.sharing(twin.module, changes)
+            places = [(name, key) for name, keys in changes.items() for key in keys]
+            places = [(name, key) for name, key in places if not is_of_torch(modules[name])]
+            recorded.remembers = bool(places)
+            recorded.sets = {(name, key) for name, key in places if key not in modules[name]._buffers}
             recorded.tensors = {
-                (name, key)
-                for name, keys in changes.items()
-                for key in keys
-                if not is_of_torch(modules[name]) and tensors_in([vars(modules[name]).get(key)])
+                (name, key) for name, key in recorded.sets if tensors_in([vars(modules[name]).get(key)])
             }
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before = stand_ins.snapshot(twin.module)
             again = _recorded(twin, device, fake, whole)
-            for name, keys in stand_ins.changes(twin.module, before).items():
+            later = stand_ins.changes(twin.module, before)
+            for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+            recorded.first = {
+                Place(name, key, key in modules[name]._buffers): value
+                for name, key in places
+                if key not in later.get(name, ()) and _is_known(value := value_at(twin.module, name, key))
+            }
             for name in _unlike(recorded, again):
                 said = recorded.changed.setdefault(name, [])
                 said += [] if said else ["does something else when it is called again"]
     return recorded
+
+
+def _refuse_sparse(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for said, x in named:
+        if is_sparse(x):
+            raise SplitError(
+                f"{type(model).__name__} cannot be split: {said} is sparse ({x.layout}). Stages are found by "
+                "a run without values, which sparse tensors do not have. Keep it dense (x.to_dense()), or "
+                "train under a plan without pipe."
+            )
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it may be remembered, and has all values."""
+    return may_be_told(value) and not any(isinstance(x, FakeTensor) for x in tensors_in([value]))
 
 
 def _unlike(first: Trace, again: Trace) -> list[str]:
@@ -392,6 +418,7 @@ class _Recorder(TorchFunctionMode):
             out = torch.ops.aten.alias.default(out)
         work, drew = self.worked.taken(), self.worked.random
         outputs = leaves(out, torch.Tensor)
+        _refuse_sparse(self.model, ((f"what {name_of(func)} gives in its forward", x) for x in outputs))
         written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if answer is not None:
