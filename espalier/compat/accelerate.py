@@ -31,7 +31,7 @@ from accelerate.utils import (
 from torch import nn
 
 from espalier.comm.control import any_says, gather_objects
-from espalier.compat.plans import NO_SCALER, Readers, plan_for_world, precision_of
+from espalier.compat.common import NO_SCALER, Readers, plan_for_world, precision_of
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize

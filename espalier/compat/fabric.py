@@ -20,7 +20,7 @@ from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import NO_SCALER, Readers, plan_for_world
+from espalier.compat.common import NO_SCALER, Readers, plan_for_world
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited

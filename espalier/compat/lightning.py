@@ -18,8 +18,8 @@ from pytorch_lightning.strategies import DDPStrategy as Theirs
 from torch import nn
 
 from espalier.comm.control import gather_objects
+from espalier.compat.common import note_engine, noted_engine
 from espalier.compat.fabric import OnMesh, tell_copies
-from espalier.compat.plans import note_engine, noted_engine
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.parallel import Plan

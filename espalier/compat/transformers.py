@@ -29,7 +29,7 @@ from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
 from espalier.compat.accelerate import PreparedModel, autocast_of
-from espalier.compat.plans import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
+from espalier.compat.common import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize

@@ -157,7 +157,7 @@ def test_one_process_computes_the_same_and_tells_of_ranks(
     if wrapper == "DataParallel":
         model: Any = here.DataParallel(net(), device_ids=[0, 1])
     else:
-        monkeypatch.setattr("espalier.compat.plans.count", lambda: 4)
+        monkeypatch.setattr("espalier.compat.common.count", lambda: 4)
         monkeypatch.setattr(nn, "DataParallel", OnTwo)
         with pytest.warns(UserWarning, match=r"in one process(.|\n)*espalier run -n 4"):
             model = here.Pipe(net()) if wrapper == "Pipe" else here.DataParallel(net(), None, None, 0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.compat.colossalai.config import ParallelMode, Settings, load, plan_of
-from espalier.compat.plans import Axes
+from espalier.compat.common import Axes
 from espalier.mesh import Mesh
 from espalier.mesh.process import running_rank, running_size, start
 from espalier.parallel import Plan

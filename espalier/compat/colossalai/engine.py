@@ -11,7 +11,7 @@ from torch import nn
 from espalier.compat.absent import Absent, or_absent
 from espalier.compat.colossalai.config import plan_of
 from espalier.compat.colossalai.core import global_context
-from espalier.compat.plans import counts_one
+from espalier.compat.common import counts_one
 from espalier.device import choose_algorithms
 from espalier.engine import Engine as Inner
 from espalier.engine import EngineModule

@@ -12,7 +12,7 @@ from torch import nn
 from espalier.comm.control import gather_objects
 from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.engine import piped
-from espalier.compat.plans import Readers
+from espalier.compat.common import Readers
 from espalier.engine import EngineModule
 from espalier.engine import initialize as lay_on_mesh
 from espalier.parallel import Plan

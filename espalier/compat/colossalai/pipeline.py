@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier.compat.absent import Absent, or_absent
-from espalier.compat.plans import Axes
+from espalier.compat.common import Axes
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
 

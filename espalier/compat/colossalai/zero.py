@@ -13,7 +13,7 @@ from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from espalier.compat.colossalai.interface import show
 from espalier.compat.colossalai.nn.optimizer import HybridAdam
-from espalier.compat.plans import LateModule, world_size
+from espalier.compat.common import LateModule, world_size
 from espalier.tensor import deferred
 from espalier.tensor.deferred import make_parameters_real
 from espalier.texts import refuse

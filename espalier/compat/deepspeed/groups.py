@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from espalier.compat.absent import Absent
-from espalier.compat.plans import Axes
+from espalier.compat.common import Axes
 from espalier.engine import Engine
 from espalier.mesh.process import World, running_rank, running_size, start
 

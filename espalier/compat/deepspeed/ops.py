@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from espalier.compat.absent import or_absent
-from espalier.compat.updates import OneByOne
+from espalier.compat.common import OneByOne
 from espalier.parallel.several import Several
 from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from espalier.compat.common import Axes, counts_one
 from espalier.compat.deepspeed import ops, schedules
 from espalier.compat.deepspeed.config import Config, load, read
 from espalier.compat.deepspeed.engine import DeepSpeedEngine
 from espalier.compat.deepspeed.groups import init_distributed
 from espalier.compat.deepspeed.moe import axes_of_experts
 from espalier.compat.deepspeed.pipe import PipelineEngine, PipelineModule
-from espalier.compat.plans import Axes, counts_one
 from espalier.engine import Spikes
 from espalier.engine import initialize as lay_on_mesh
 from espalier.mesh import Mesh

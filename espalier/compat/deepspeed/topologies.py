@@ -10,8 +10,8 @@ from itertools import groupby, product
 from types import MappingProxyType
 from typing import Any, Final
 
+from espalier.compat.common import group_of
 from espalier.compat.deepspeed.groups import init_distributed
-from espalier.compat.plans import group_of
 from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 

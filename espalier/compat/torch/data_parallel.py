@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
-from espalier.compat.plans import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
+from espalier.compat.common import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
 from espalier.engine.checkpointing import apart
 from espalier.mesh import Mesh
 from espalier.parallel import Plan

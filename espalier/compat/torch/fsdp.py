@@ -43,7 +43,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from espalier.compat.absent import or_absent
-from espalier.compat.plans import LateModule, precision_of, world_size
+from espalier.compat.common import LateModule, precision_of, world_size
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole_states
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of

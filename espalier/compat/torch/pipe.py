@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from espalier.compat.plans import LateModule, tell_of_ranks, world_size
+from espalier.compat.common import LateModule, tell_of_ranks, world_size
 from espalier.compat.torch.data_parallel import Said
 from espalier.texts import refuse
 from espalier.trees import tree_map

@@ -20,7 +20,7 @@ from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.interface import Boosted, show
-from espalier.compat.plans import counts_one
+from espalier.compat.common import counts_one
 from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine
 from espalier.mesh.process import running_size

@@ -14,7 +14,7 @@ from espalier.compat.colossalai.config import offload_of, scale_of
 from espalier.compat.colossalai.interface import Boosted
 from espalier.compat.colossalai.pipeline import PipelineStageManager
 from espalier.compat.colossalai.utils import sampler_of, share_of
-from espalier.compat.plans import Axes
+from espalier.compat.common import Axes
 from espalier.mesh import Mesh
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan

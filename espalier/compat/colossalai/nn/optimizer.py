@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from espalier.compat.absent import or_absent
-from espalier.compat.updates import OneByOne
+from espalier.compat.common import OneByOne
 from espalier.texts import Mistake, refuse
 
 __path__: list[str] = []  # there are modules in it

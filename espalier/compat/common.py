@@ -1,4 +1,4 @@
-"""What the interfaces have in common: a plan for the running world, modules that make their engine late."""
+"""What the interfaces have in common: ranks along axes, plans, modules with engines made late, optimizers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -258,3 +259,31 @@ class LateModule(EngineModule):
         if self._made is not None:
             return super().load_state_dict(state_dict, strict)
         return self.module.load_state_dict(state_dict, strict)
+
+
+# ---- optimizers of other systems that torch lacks: operation by operation, exact on whatever layout
+
+
+class OneByOne(torch.optim.Optimizer):
+    """Updates one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update.
+
+        Returns:
+            what ``closure`` gives.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(group, p, p.grad)
+        return loss
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+        """Let a parameter be what it is after the step."""
