@@ -89,6 +89,8 @@ def said(tree: ast.Module) -> Iterator[tuple[int, str]]:
             words = [dotted]
         elif isinstance(node, ast.ImportFrom):
             words = [node.module or "", *(alias.name for alias in node.names)]
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name) for name in whole if DEVICES.match(name) or name in MADE)
         elif isinstance(node, ast.Import):
             words = [alias.name for alias in node.names]
         elif isinstance(node, ast.arg | ast.keyword):
