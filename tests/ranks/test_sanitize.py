@@ -397,7 +397,7 @@ def test_the_switch_in_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
 
-    command = [sys.executable, "-m", "espalier.cli", "run", "-n", "2", str(file)]
+    command = [sys.executable, "-m", "espalier", "run", "-n", "2", str(file)]
     env = {**os.environ, "ESPALIER_SANITIZE": "1"}
     on = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert on.returncode and "watched by 1" in on.stdout
