@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from espalier import Mesh, device
 from espalier.comm import Work, control
-from espalier.engine import engine
+from espalier.engine import start
 from espalier.mesh import mesh, process
 from espalier.tensor.rules import ring
 from espalier.train import optimizers
@@ -153,10 +153,10 @@ def test_one_process_without_a_world_asks_nobody(gpus: Any) -> None:
 
 def test_a_model_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
-    monkeypatch.setattr(engine, "use", used.append)
-    engine._stay_on_device(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(start, "use", used.append)
+    start._stay_on_device(torch.nn.Linear(2, 2))
     there: Any = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 3))])
-    engine._stay_on_device(there)
+    start._stay_on_device(there)
     assert used == [torch.device("cuda", 3)]
 
 

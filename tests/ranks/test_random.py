@@ -406,17 +406,17 @@ def seeded_by_rank(rank: int, world: int) -> list[torch.Tensor]:
 def sent_to_the_store() -> Iterator[list[str]]:
     """What the library asks the world's store while open."""
     asked: list[str] = []
-    before = side._default_store
+    before = side.default_store
 
     def store() -> Any:
         asked.append("a question")
         return before()
 
-    side._default_store = store
+    side.default_store = store
     try:
         yield asked
     finally:
-        side._default_store = before
+        side.default_store = before
 
 
 @pytest.mark.parametrize("world", [2, 4])
