@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -27,8 +28,8 @@ from espalier.engine.passes import (
     Passes,
     Phase,
 )
-from espalier.engine.staged_copy import StagedCopies
 from espalier.engine.staged_output import ModelRun, cloned
+from espalier.engine.surface import bound
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
@@ -37,6 +38,7 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
+from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
@@ -65,7 +67,7 @@ class Staged(Passes):
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._runs = 0
-        self._copies = StagedCopies(self)
+        self._copies = _Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
@@ -536,3 +538,96 @@ def _unlike(said: bytes) -> dict[str, str | None]:
     """What a stage said of its gradients."""
     unlike: dict[str, str | None] = json.loads(said or b"{}")
     return unlike
+
+
+# ---- copies of a model that lies in stages (averages of its weights, teachers): called through them, too
+
+
+class _Copies:
+    """Those of one model.
+
+    Args:
+        passes: call the model; held weakly.
+    """
+
+    def __init__(self, passes: Staged) -> None:
+        self._passes = weakref.ref(passes)
+        self._early: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # made before the model was laid out
+        self.is_laid_out = self.is_running = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
+        return self  # of a copy's copy, too
+
+    def made(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model, or of a copy."""
+        own = type(model)
+        of_model = own.__bases__[1] if issubclass(own, _Copy) else own
+        model.__class__ = of_model
+        try:
+            twin: nn.Module = copy.deepcopy(model, memo)
+        finally:
+            model.__class__ = own
+        twin.__class__ = type(of_model.__name__, (_Copy, of_model), {"__module__": of_model.__module__})
+        twin._copies = self  # type: ignore[assignment]
+        if not self.is_laid_out:
+            self._early.add(twin)
+        return twin
+
+    def lay_out(self, model: nn.Module) -> None:
+        """The model is laid out now: so are its copies, each with its own values."""
+        self.is_laid_out = True
+        for twin in self._early:
+            laid_out = copy.deepcopy(model)
+            for own, other in zip(twin.modules(), laid_out.modules(), strict=True):
+                tables: list[tuple[dict[str, Any], dict[str, Any]]]
+                tables = [(own._parameters, other._parameters), (own._buffers, other._buffers)]
+                for mine, new in tables:
+                    for name, x in new.items():
+                        value = mine.get(name)
+                        # what was deferred had the model's values; what has none here lies on other ranks
+                        if x is not None and value is not None and not (x.is_meta or value.is_meta):
+                            with torch.no_grad():
+                                x.copy_(value)
+                    mine.update(new)
+        self._early.clear()
+
+    def output(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a copy gives for inputs of the whole batch, without gradients, on every rank."""
+        passes = self._passes()
+        if passes is None:
+            raise ValueError("This is a copy of a model in stages whose engine is gone: keep the engine.")
+        call = passes.call
+        call.asked = TorchState.now(call.mesh.device_type)
+        inputs, is_inference = bound(call.module, args, kwargs), torch.is_inference_mode_enabled()
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self._modes_of(twin, call.module):
+                return passes.output(cloned(inputs) if is_inference else inputs, twin)
+        finally:
+            call.asked = None
+
+    @contextmanager
+    def _modes_of(self, twin: nn.Module, model: nn.Module) -> Iterator[None]:
+        """While open, the model trains or evaluates as its copy does: the stages follow from it."""
+        before = [(m, m.training) for m in model.modules()]
+        for (m, _), own in zip(before, twin.modules(), strict=True):
+            m.training = own.training
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+            for m, was in before:
+                m.training = was
+
+
+class _Copy(nn.Module):
+    """Beside the class of the model: calls go through the stages."""
+
+    _copies: _Copies
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copies = self._copies
+        return super().__call__(*args, **kwargs) if copies.is_running else copies.output(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return self._copies.made(self, memo)
