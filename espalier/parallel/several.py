@@ -96,7 +96,10 @@ def as_one(optimizers: Optimizers) -> torch.optim.Optimizer:
         if not isinstance(part, torch.optim.Optimizer):
             raise TypeError(f"Expected optimizers of torch.optim, got {type(part).__name__} among them.")
         if "_optimizer_step_pre_hooks" not in vars(part):  # one around another, which never called ours
+            step = type(part).step
             torch.optim.Optimizer.__setstate__(part, {})
+            if type(part).step is not step:  # others of this class have no hooks that it would call
+                type(part).step = step  # type: ignore[method-assign]
     if not parts:
         raise ValueError(
             "Expected an optimizer or a list of them, got an empty list. To evaluate only, give None."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from espalier.tensor.dtensor import plain
-from espalier.tensor.loans import await_values, written_mark
+from espalier.tensor.loans import StandIn, await_values, written_mark
 from espalier.tensor.traces import Generators, put_back
 from espalier.torch_private import raw
 
@@ -47,6 +47,8 @@ class Before:
         inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
         self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
         self._generators: Generators | None = Generators()
+        # a parameter off the device is gathered within the block; who writes to it has that kept by its owner
+        tensors = {name: x for name, x in tensors.items() if not _is_elsewhere(x)}
         self._tensors, self._known = tensors, written
         self._late: dict[str, torch.Tensor] = {}
         if written is None:
@@ -205,6 +207,11 @@ def slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     return slots + [
         (table, key) for table in torchs for key, x in table.items() if isinstance(x, torch.Tensor)
     ]
+
+
+def _is_elsewhere(x: torch.Tensor) -> bool:
+    source = getattr(x, "_source", None)
+    return isinstance(source, StandIn) and source.is_elsewhere
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

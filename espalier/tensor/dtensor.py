@@ -49,11 +49,15 @@ def _getter(name: str) -> property:
 
 
 def _device_of(x: DTensor) -> torch.device:
-    """Where this rank's part is; of what is on other ranks alone, where this one's tensors are."""
+    """Where this rank's part is.
+
+    Of what is on other ranks alone, or off the device for the time being, where this one's tensors are.
+    """
     here: torch.device = plain_call(_device, (), (x,), {})
-    mesh = x._layout.mesh
-    if here.type == "meta" and not mesh.is_member and torch_functions_on():
-        return mesh.outermost.device()
+    layout = x._layout
+    is_away = layout.own is not layout and getattr(x.__dict__.get("_source"), "is_elsewhere", False)
+    if (is_away or (here.type == "meta" and not layout.mesh.is_member)) and torch_functions_on():
+        return layout.mesh.outermost.device()
     return here
 
 
@@ -157,6 +161,10 @@ class DTensor(torch.Tensor):
         if not self._layout.shape:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+    def get_device(self) -> int:
+        index = self.device.index
+        return -1 if index is None else index
 
     # ---- what is the same for both (the getters are spared the dispatcher)
 

@@ -63,6 +63,11 @@ class StandIn(ABC):
         """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
         return False
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the part lies in another memory now than that in which the model computes."""
+        return False
+
     def handed_out(self) -> None:
         """Be told that somebody gets an alias of the tensor's data (see :func:`hand_out`)."""
         return None

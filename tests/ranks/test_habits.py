@@ -93,6 +93,24 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
 
+def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
+    """A schedule writes to a rate that is a tensor; norms and losses are added up where they are."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    model, optimizer = lay(model, optimizer)
+    losses, norms = torch.zeros(()), torch.zeros(())
+    for step in range(4):
+        loss = loss_of(model, step)
+        loss.backward()
+        norms = norms + espalier.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), 0.05).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses = losses + espalier.full_tensor(loss.detach())
+    return [losses, norms, *model.parameters()]
+
+
 class Habitual(nn.Module):
     """Recomputes by reentrant checkpoints, draws from a generator of its own, averages over all batches."""
 
@@ -555,6 +573,7 @@ PROGRAMS = (
     sparse_graphs,
     averages_of_weights,
     hooks_of_an_optimizer,
+    rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
 STAGED = (
@@ -564,6 +583,7 @@ STAGED = (
     optimizers_of_a_part,
     averages_of_weights,
     hooks_of_an_optimizer,
+    rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
 STAGES: tuple[dict[str, Any], ...] = ({"pipe": 2}, {"pipe": 2, "recompute": "full"})

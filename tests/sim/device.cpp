@@ -7,6 +7,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_native_batch_norm_legit.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy_native.h>
@@ -404,6 +405,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// Its schema keeps quiet of the statistics that it writes to; that of the other one tells of them.
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& x, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
+                                              const std::optional<Tensor>& var, bool training, double momentum,
+                                              double eps) {
+  if (!mean || !mean->defined()) return at::_native_batch_norm_legit(x, weight, bias, training, momentum, eps);
+  Tensor followed = *mean, other = *var;
+  return at::_native_batch_norm_legit(x, weight, bias, followed, other, training, momentum, eps);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
@@ -418,6 +429,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(item));
+  m.impl("native_batch_norm", TORCH_FN(batch_norm));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("set_.source_Storage", TORCH_FN(set_storage));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));

@@ -552,6 +552,17 @@ def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
     stamp(p, layout)
 
 
+def set_gradient(p: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, also one on the device while it is off that (called in ``raw``)."""
+    if grad is None or grad.device == p.device:
+        _grad.__set__(p, grad)
+        return
+    data = p.data
+    _set_data(p, grad.detach())
+    _grad.__set__(p, grad)
+    _set_data(p, data)
+
+
 @contextmanager
 def shown(looks: Sequence[tuple[Chunk, Appearance]]) -> Iterator[None]:
     """While open, the parameters of chunks show this; then what they did, without the gradients shown."""

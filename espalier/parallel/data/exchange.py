@@ -20,7 +20,7 @@ from espalier.parallel.data.chunks import Chunk, ShardedParam
 from espalier.tensor import stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import StandIn
-from espalier.torch_private import foreach_copy_
+from espalier.torch_private import current_graph_task_id, foreach_copy_
 
 _AT_ONCE = 3
 """So many chunks have buffers for their gathers at a time."""
@@ -45,7 +45,9 @@ class Exchange:
 
     def gather(self, chunks: Sequence[Chunk]) -> None:
         """Let all ranks have what each has updated (called with torch functions left alone)."""
-        apart = [chunk for chunk in chunks if self._stream is not None and not chunk.has_turn]
+        # a backward pass that is under way reads what lies beside a parameter that is updated within it
+        is_apart = self._stream is not None and current_graph_task_id() == -1
+        apart = [chunk for chunk in chunks if is_apart and not chunk.has_turn]
         _gather([chunk for chunk in chunks if chunk not in apart], lambda chunk: None)
         if self._stream is None or not apart:
             return

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -283,7 +284,15 @@ class OffloadedStep:
             step(optimizer)
         in_host = [a for a in updated if a.place == "host"] if on_host else []
         with self.shares.measured(partial(self._nbytes, in_host)) if in_host else nullcontext():
-            self.each(states, lambda chunk: step(shadows[id(chunk)]), on_host, updated)
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            on_cpu: dict[int, torch.Tensor] = {}
+
+            def visit(chunk: Chunk) -> None:
+                if chunk.look is not None and chunk.look.tensors[0].is_cpu:
+                    _read_by_host(shadows[id(chunk)], on_cpu)
+                step(shadows[id(chunk)])
+
+            self.each(states, visit, on_host, updated, held)
 
     def agree(self) -> None:
         """Raise on all ranks what went wrong with files on one of them (a collective, if any are used).
@@ -305,12 +314,14 @@ class OffloadedStep:
         visit: Callable[[Chunk], None],
         on_host: bool = False,
         of: Sequence[OffloadedChunk] | None = None,
+        held: Container[int] | None = None,
     ) -> None:
         """Let each chunk that is away have its turn: it is what the optimizer updates, with its states.
 
         Args:
             on_host: in the host's memory, if its states lie off the device.
             of: those of them that are meant; by default all.
+            held: by ``id`` the parameters that ``visit`` may write to; by default all.
         """
         of = self.away if of is None else of
         ahead = on_host and is_accelerator(self.store.device)
@@ -334,7 +345,7 @@ class OffloadedStep:
                     self._copies.pop(a.chunk, None)
                 with self._turns(a.chunk, there):
                     if there and is_accelerator(self.store.device):
-                        self._visit_on_host(a.chunk, states, visit)
+                        self._visit_on_host(a.chunk, states, visit, held)
                     else:
                         visit(a.chunk)
                 self.leave(states, a)
@@ -353,7 +364,13 @@ class OffloadedStep:
     def _nbytes(self, of: Sequence[OffloadedChunk]) -> int:
         return sum(self.store.nbytes(a.key) for a in of)
 
-    def _visit_on_host(self, chunk: Chunk, states: OptimizerStates, visit: Callable[[Chunk], None]) -> None:
+    def _visit_on_host(
+        self,
+        chunk: Chunk,
+        states: OptimizerStates,
+        visit: Callable[[Chunk], None],
+        held: Container[int] | None,
+    ) -> None:
         """A turn with copies of parameters and gradients in the host's memory."""
         known = self._copies.pop(chunk, _Copies([], None))
         with raw(), torch.no_grad():
@@ -371,9 +388,14 @@ class OffloadedStep:
         with shown([(chunk, Appearance(on_host, chunk.now().layouts, there))]):
             with host_threads():
                 visit(chunk)
+            # what others update may be asked for by a backward pass that is under way
+            may = [held is None or id(m.p) in held for m in chunk.members]
             with raw(), torch.no_grad():
-                sent = self.store.copy(here, on_host)
+                sent = self.store.copy([*compress(here, may)], [*compress(on_host, may)])
                 wait_for(sent, self.store.device)
+        with raw():
+            for m, grad in zip(chunk.members, grads, strict=True):
+                _grad.__set__(m.p, grad)
         if all(is_accelerator(t.device) for t in here):
             self._copies[chunk] = _Copies(on_host, sent)
             self._just_made.append(chunk)
@@ -416,6 +438,22 @@ class OffloadedStep:
 def _laid_as(grad: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient, which is plain where a rank is alone on its axis."""
     return stamp(copy, grad._layout) if type(grad) is DTensor else copy
+
+
+def _read_by_host(shadow: torch.optim.Optimizer, on_cpu: dict[int, torch.Tensor]) -> None:
+    """Let an update in the host's memory find rates that are tensors of the device there.
+
+    Torch brings them by a copy that its kernel does not wait for.
+
+    Args:
+        on_cpu: those that are there, by ``id``.
+    """
+    for group in (group for part in parts_of(shadow) for group in part.param_groups):
+        for key, x in group.items():
+            if isinstance(x, torch.Tensor) and is_accelerator(x.device):
+                group[key] = on_cpu[id(x)] = on_cpu[id(x)] if id(x) in on_cpu else x.cpu()
+        if group.get("capturable"):
+            group["capturable"] = False  # which is for kernels of the device
 
 
 def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optimizer:

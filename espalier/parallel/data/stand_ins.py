@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -24,13 +24,28 @@ from espalier.tensor.loans import StandIn, hand_out, is_handed_out, is_view, wri
 from espalier.torch_private import raw
 
 
+class Owner(Protocol):
+    """What has the chunk of a parameter."""
+
+    def copy_of(self, m: ShardedParam) -> torch.Tensor | None:
+        """A copy of the whole parameter, if its values are at hand."""
+
+    def fetched(self, m: ShardedParam) -> torch.Tensor | None:
+        """The same, brought to the device where it is off that; None if what comes is rounded."""
+
+    def hidden(self, m: ShardedParam) -> torch.Tensor | None:
+        """This rank's piece, where the parameter does not show it."""
+
+    def handed_out(self) -> None:
+        """Be told that an alias of the parameter's data is handed out."""
+
+
 class ShardedStandIn(StandIn):
     """What stands in for a parameter while it is cut.
 
     Args:
         bring: makes the parameter whole, with its chunk.
-        copy: a copy of the whole parameter, if its values are at hand.
-        tell: is called when an alias of the parameter's data is handed out.
+        owner: has its chunk.
         is_off: says whether what this rank holds of it lies in another memory than the model computes in.
     """
 
@@ -38,12 +53,11 @@ class ShardedStandIn(StandIn):
         self,
         member: ShardedParam,
         bring: Callable[[], None],
-        copy: Callable[[ShardedParam], torch.Tensor | None],
+        owner: Owner,
         is_off: Callable[[], bool],
-        tell: Callable[[], None],
     ) -> None:
         self.member, self.recorded = member, member.full
-        self._bring, self._copy_of, self._is_off, self._tell = bring, copy, is_off, tell
+        self._bring, self._owner, self._is_off = bring, owner, is_off
         self._copy: tuple[Any, DTensor] | None = None
         self._is_hooked = False
 
@@ -54,18 +68,19 @@ class ShardedStandIn(StandIn):
         name = getattr(func, "__name__", "")
         with raw():
             if not torch.is_grad_enabled() or not p.requires_grad or name == "detach":
-                alias = stamp(p.data, m.shard)  # p itself counts versions of the whole
+                piece = self._owner.hidden(m)
+                alias = stamp(p.data if piece is None else piece, m.shard)  # p counts versions of the whole
                 if func is None or name == "detach" or is_view(func, (p, None)):
                     hand_out(p, alias)
                 return alias
             mark = written_mark(p)
             if self._copy is None or self._copy[0] != mark or is_handed_out(p):
-                whole = self._copy_of(m)
-                if whole is None and self._is_off():
+                whole = self._owner.copy_of(m)
+                if whole is None and self._is_off() and (whole := self._owner.fetched(m)) is None:
                     raise NotImplementedError(
-                        f"{m.name} is off the device, and is used by another module than the one that owns "
-                        "it. Let that module hold the parameter too, or leave parameters on the device: "
-                        "plan.offload."
+                        f"{m.name} is off the device, is gathered in 8 bits, and is used by another module "
+                        "than the one that owns it. Let that module hold the parameter too, or leave "
+                        "parameters on the device: plan.offload."
                     )
                 if not self._is_hooked:
                     # a gradient may come when the owner is done, and the parameter is cut again
@@ -75,6 +90,11 @@ class ShardedStandIn(StandIn):
                 self._copy = mark, stamp(_Whole.apply(p, m, whole), m.full)
                 del known
             return self._copy[1]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """What the parameter shows then has no values."""
+        return self._is_off() and self.member.p._layout is self.member.rest  # type: ignore[attr-defined]
 
     def _know_whole(self) -> Any:
         """Let autograd take gradients of the whole: it keeps the shape in which it first sees a leaf."""
@@ -86,7 +106,7 @@ class ShardedStandIn(StandIn):
 
     def handed_out(self) -> None:
         """Tell whose parameters these are."""
-        self._tell()
+        self._owner.handed_out()
 
     def forget(self) -> None:
         """Gather anew next time."""

@@ -246,7 +246,8 @@ class Unsharded:
         if self.is_open or self._marks_now() != self._marks:
             self._keep_written()
         # a parameter that changed its device before backward would get a second accumulator of gradients
-        hides = self.chunk.home.device != self.chunk.device and torch.is_grad_enabled()
+        is_off = self.chunk.home.device != self.chunk.device
+        hides = is_off and (torch.is_grad_enabled() or self._hidden is not None)
         with raw():
             home = self.chunk.home
             if hides:
@@ -269,6 +270,26 @@ class Unsharded:
         with raw():
             return self._whole.tensors[m.number].clone() if self.is_kept else None
 
+    def fetched(self, m: ShardedParam) -> torch.Tensor | None:
+        """A copy of a whole parameter whose pieces are off the device, for a call that is recorded."""
+        if self.float8 is not None:
+            return None
+        self.start()
+        self.fill()
+        with raw():
+            whole = self._whole.tensors[m.number].clone()
+        if not self.users and not self.marks:
+            self.release()
+        return whole
+
+    def hidden(self, m: ShardedParam) -> torch.Tensor | None:
+        """This rank's piece of a parameter that shows another on the device for the time being."""
+        if self._hidden is None or self.is_whole:
+            return None
+        assert self.chunk.home is not None
+        with raw():
+            return list(self.chunk.pieces(self.chunk.home))[m.number]
+
     def reveal(self) -> None:
         """No backward pass is to come: let the parameters be their pieces, where these are off the device."""
         if self._hidden is not None and not self.is_whole:
@@ -277,7 +298,7 @@ class Unsharded:
             show_pieces(self.chunk, self.chunk.home)
             self._hidden = None
 
-    def drop(self) -> None:
+    def drop(self, *, reveals: bool) -> None:
         """Let go of what was gathered for nothing, and of parameters that no module is using."""
         self.marks = 0
         self.open.clear()
@@ -286,7 +307,8 @@ class Unsharded:
             self._let_go()
         if not self.users:
             self.release()
-            self.reveal()
+            if reveals:
+                self.reveal()
 
     @property
     def is_open(self) -> bool:
@@ -459,7 +481,7 @@ class Prefetcher:
                 if m.dim is not None:
                     m.rest = m.shard.loan()
                     is_off = partial(_is_elsewhere, g.chunk)
-                    source = ShardedStandIn(m, g.bring, g.copy_of, is_off, g.handed_out)
+                    source = ShardedStandIn(m, g.bring, g, is_off)
                     m.p._source = source  # type: ignore[attr-defined]
                     stamp(m.p, m.rest)
         self._watched: weakref.WeakKeyDictionary[nn.Module, tuple[list[Unsharded], Callable[[], None]]]
@@ -566,7 +588,7 @@ class Prefetcher:
 
     # ---- order
 
-    def begin(self) -> None:
+    def begin(self, *, reveals: bool = True) -> None:
         """A new pass over the model begins: remember what the last one used."""
         if self._seen:
             trained = self._seen[-1].phase == "backward"
@@ -576,16 +598,16 @@ class Prefetcher:
         self._seen = []
         for g in self.held:
             g.users = 0
-        self.end()
+        self.end(reveals=reveals)
         for g in self.held:
             g.adopt()
             if g.float8 is not None:
                 g.float8.scale_by(None)  # weights may have changed
 
-    def end(self) -> None:
+    def end(self, *, reveals: bool = True) -> None:
         """A backward pass is over: release all, drop what was gathered for nothing."""
         for g in self.held:
-            g.drop()
+            g.drop(reveals=reveals)
         self.forget()
 
     def forget(self) -> None:

@@ -22,6 +22,7 @@ from espalier.parallel.data.chunks import (
     by_size,
     by_unit,
     copy_smallest,
+    set_gradient,
     shown,
 )
 from espalier.parallel.data.exchange import Exchange
@@ -332,7 +333,7 @@ class ZeroState:
             masters.check_at_hand(self.chunks, "Another forward pass is possible under torch.no_grad()")
         self.gradients.drop_unseen()
         if self.prefetcher is not None:
-            self.prefetcher.begin()
+            self.prefetcher.begin(reveals=False)  # an earlier forward may have its backward pass yet to come
             if self._in_place:
                 masters.follow(self._mastered)
             self.prefetcher.agree_on_scales()
@@ -621,7 +622,7 @@ def _gradients(chunk: Chunk) -> Callable[[], None]:
         chunk.gradient = flat
         with raw():
             for p, reduced, grad in before:
-                _grad.__set__(p, grad)
+                set_gradient(p, grad)
                 if reduced is not None:
                     p._reduced = reduced  # type: ignore[attr-defined]
 

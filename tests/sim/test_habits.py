@@ -1,0 +1,141 @@
+"""What programs do around a prepared model (tests/ranks/test_habits.py), on the simulated device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import espalier
+from tests.ranks import test_habits as habits
+from tests.sim.device import Telling
+from tests.sim.order import Entry, check
+from tests.sim.test_plans import OFFLOADED, UNUSED
+from tests.sim.transport import Shared
+
+ASKED = ("tensor/dtensor.py:DTensor.item", "engine/awaited.py:Awaited.item")
+"""By these a program asks for a value itself."""
+
+WAITS = {
+    **OFFLOADED,
+    **UNUSED,
+    "parallel/data/unshard.py:Unsharded._keep": "whether what is put in a parameter's place is another value",
+    "tensor/rules/pointwise.py:foreach": "AveragedModel gives a factor as a tensor; torch wants its value",
+    "parallel/data/zero.py:ZeroState.precise": "what state_dict() asks for may be off the device",
+    "parallel/data/offloaded_step.py:_read_by_host": "the host's update reads a rate that is a tensor",
+    "tensor/dry_runs.py:equal": "a copy of a model in stages is looked at when it is first called",
+}
+
+AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights")
+"""These have a BatchNorm(momentum=None), which asks how many batches it has seen."""
+
+# this device has no sparse tensors; of what torch compiles there is a test of its own
+PROGRAMS = [
+    program
+    for program in habits.PROGRAMS
+    if program
+    not in (
+        habits.sparse_graphs,
+        habits.functions_of_torchscript,
+        habits.functions_that_torch_compiles,
+        habits.optimizers_around_others,
+    )
+]
+AWAY: dict[str, Any] = {"offload": {"states": "host"}}
+ALL_AWAY = {"offload": dict.fromkeys(("states", "gradients", "parameters"), "host"), "recompute": "selective"}
+# these compute with a parameter's data (p.data) beside tensors of the device, which is an error there
+NOT_AWAY = (habits.copies_made_before, habits.transforms_of_the_model, habits.averages_of_weights)
+
+
+class Told(NamedTuple):
+    """Of one rank and program.
+
+    Attributes:
+        apart: the largest difference from plain torch on the CPU.
+        faults: races, accesses of the host, mixed devices, early frees; waits but those of the first step.
+        calls: what the rank asked its communicators for.
+    """
+
+    apart: float
+    faults: Counter[Telling]
+    calls: list[Entry]
+
+
+def tried(shared: Shared, rank: int, world: int, plan: dict[str, Any], names: list[str]) -> dict[str, Told]:
+    """Each program by plain torch on the CPU, and by a plan on the device, where it makes its tensors."""
+    here = torch.device("sim", torch.accelerator.current_device_index())
+    before, batch = torch.get_default_dtype(), habits.batch
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    try:
+        for name in names:
+            program = getattr(habits, name)
+            torch.manual_seed(0)
+            expected = habits.numbers(program(lambda model, *more: (model, *more) if more else model))
+            steps: list[int] = []
+
+            def watched_batch(step: int, steps: list[int] = steps) -> Any:
+                if step and not any(steps):  # the first step has ended
+                    _forget_waits(told)
+                steps.append(step)
+                with shared.sim.watched():
+                    return tuple(x.to(here) for x in batch(step))
+
+            shared.log.clear()
+            torch.manual_seed(0)
+            with pytest.MonkeyPatch.context() as patch, torch.device("sim"), shared.sim.watched() as told:
+                patch.setattr(habits, "batch", watched_batch)
+                out = program(lambda model, *more: espalier.prepare(model, *more, plan=plan))
+            calls = list(shared.log)
+            if not any(steps):
+                _forget_waits(told)
+            given = habits.numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in out])
+            faults = Counter({one: n for one, n in told.items() if not _is_excused(one, name)})
+            found[name] = Told(float((given - expected).abs().max()), faults, calls)
+    finally:
+        torch.set_default_dtype(before)
+    return found
+
+
+def _forget_waits(told: Counter[Telling]) -> None:
+    for one in [one for one in told if one.kind == "sync"]:
+        del told[one]
+
+
+def _is_excused(one: Telling, program: str) -> bool:
+    if one.kind != "sync":
+        return False
+    inner = one.where.split(" < ")[0]
+    is_known = inner in WAITS or "/" not in inner or one.where.startswith(ASKED)
+    return is_known or (one.what == "item" and program in AVERAGING)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        pytest.param(world, plan, id=str(plan), marks=pytest.mark.world(world))
+        for world, plan in ((1, AWAY), (1, ALL_AWAY), (2, {"data": 2, "zero": 1}), (2, {"pipe": 2}))
+    ],
+)
+def test_habits(
+    on_sim: Callable[..., list[Any]], figures: list[str], world: int, plan: dict[str, Any]
+) -> None:
+    """As on one process: no race, no access of the host, no call of two devices, no wait unasked for."""
+    programs = [x for x in PROGRAMS if "pipe" not in plan or x in habits.STAGED]
+    names = [x.__name__ for x in programs if plan is not ALL_AWAY or x not in NOT_AWAY]
+    told = on_sim(world, tried, plan, names)
+    for name in names:
+        ranks = [of[name] for of in told]
+        faults = sum((of.faults for of in ranks), Counter[Telling]())
+        assert not faults, (name, faults)
+        apart = max(of.apart for of in ranks)
+        assert apart < habits.TOLERANCE, f"{name}: {apart}"
+        check([of.calls for of in ranks])
+    figures.append(f"{len(names)} habits, {plan}  {world} ranks: no fault")
