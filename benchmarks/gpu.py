@@ -159,6 +159,15 @@ def groups(device: torch.device, data: Data) -> dict[str, Group]:
             },
             [("DTensor", "torch")],
         ),
+        "compiled": Group(
+            {
+                "DDP": partial(ddp, device, data, compiled=True),
+                "FSDP2": partial(fsdp2, device, data, compiled=True),
+                "stage 0": partial(mine, {"zero": 0}, compiled=True),
+                "ZeRO-3": partial(mine, {"zero": 3}, compiled=True),
+            },
+            [("stage 0", "DDP"), ("ZeRO-3", "FSDP2")],
+        ),
         "masters": Group(
             {
                 "Megatron-core": lambda: megatron(device, data, SIZES, RATE),
@@ -174,15 +183,6 @@ def groups(device: torch.device, data: Data) -> dict[str, Group]:
                 "states on the host": partial(mine, away, masters=True),
             },
             [("states on the host", "DeepSpeed")],
-        ),
-        "compiled": Group(
-            {
-                "DDP": partial(ddp, device, data, compiled=True),
-                "FSDP2": partial(fsdp2, device, data, compiled=True),
-                "stage 0": partial(mine, {"zero": 0}, compiled=True),
-                "ZeRO-3": partial(mine, {"zero": 3}, compiled=True),
-            },
-            [("stage 0", "DDP"), ("ZeRO-3", "FSDP2")],
         ),
     }
 

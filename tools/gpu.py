@@ -19,8 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ CHECKS = str(ROOT / "tools" / "gpu_checks.py")
 SHARES = (2, 30)  # from this version of NCCL on ranks may share a device
 LINES = 60  # of a section's words on the page
 LEAST = 20  # seconds that are worth a start
+COMPILED = ("zero 3", "sequence", "asynchronous", "asynchronous, selective")  # plans of gpu_checks.py
 NO_GPU = "No GPU is visible here: only the simulated part is run."
 
 
@@ -85,7 +87,7 @@ def nccl() -> tuple[int, ...]:
 
 
 def sections() -> list[Section]:
-    """In the order in which they are run: what is short and tells most, first."""
+    """In the order in which they are run: what tells most of what no GPU has told yet, first."""
     devices = count()
     simulated = Section(
         "simulated",
@@ -104,10 +106,22 @@ def sections() -> list[Section]:
         )
     share = {} if devices > 1 else {"ESPALIER_SHARE_DEVICE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     four = shared or ("" if devices in (1,) or devices >= 4 else f"{devices} devices: neither one nor four")
+    compiled = ("plans", "--ranks", "2", "--names", *(f"compiled, {name}" for name in COMPILED))
+    lightning = "" if find_spec("pytorch_lightning") else "Lightning is not installed (pytorch-lightning)"
     return [
-        Section("doctor", "Versions and doctor", ("-m", "espalier", "doctor"), 60),
+        Section("compiled", "Compiled blocks", (CHECKS, "compiled"), 180),
+        Section("compiled-2", "Compiled blocks, two ranks", (CHECKS, *compiled), 240, share, shared),
         Section("tests", "The tests of CUDA", ("-m", "pytest", "-q", "tests/gpu"), 180),
-        Section("alone", "Precisions, recomputation, compiled blocks", (CHECKS, "alone"), 150),
+        Section("kernels", "Kernels, launches, memory", (CHECKS, "kernels"), 120, alone=True),
+        Section(
+            "peers",
+            "Beside DDP, FSDP2, Megatron-core and DeepSpeed",
+            (str(ROOT / "benchmarks" / "gpu.py"),),
+            300,
+            alone=True,
+        ),
+        Section("lightning", "Lightning's 16-mixed", (CHECKS, "lightning"), 120, {}, lightning),
+        Section("alone", "Precisions, recomputation", (CHECKS, "alone"), 150),
         Section("offload", "Offload: optimizers, precisions, places", (CHECKS, "offload"), 180),
         Section("waits", "Nobody waits for the device in a step", (CHECKS, "waits"), 90),
         Section(
@@ -117,17 +131,11 @@ def sections() -> list[Section]:
             120,
             {"TORCH_CUDA_SANITIZER": "1"},
         ),
-        Section("kernels", "Kernels, launches, memory", (CHECKS, "kernels"), 120, alone=True),
         Section("plans-2", "NCCL, two ranks", (CHECKS, "plans", "--ranks", "2"), 240, share, shared),
         Section("plans-4", "NCCL, four ranks", (CHECKS, "plans", "--ranks", "4"), 180, share, four),
         Section("killed", "A rank is killed", (CHECKS, "killed"), 150, share, shared),
-        Section(
-            "peers",
-            "Beside DDP, FSDP2, Megatron-core and DeepSpeed",
-            (str(ROOT / "benchmarks" / "gpu.py"),),
-            300,
-            alone=True,
-        ),
+        Section("doctor", "Versions and doctor", ("-m", "espalier", "doctor"), 60),
+        Section("calibrate", "What the device computes and sends", (CHECKS, "calibrated"), 150, alone=True),
         simulated,
     ]
 
@@ -215,17 +223,21 @@ def main() -> int:
     end = time.perf_counter() + 60 * said.minutes
     chosen = [section for section in chosen if not said.only or section.name in said.only]
     beside = [section for section in chosen if said.together and not section.alone]
+
+    def keep(outcome: Outcome, titled: bool) -> None:
+        tell(outcome, titled)
+        outcomes.append(outcome)
+        if said.write and devices:
+            said.write.write_text(page(outcomes, devices), encoding="utf-8")
+
     with ThreadPoolExecutor(max(len(beside), 1)) as pool:
-        for outcome in pool.map(lambda section: run(section, end - time.perf_counter()), beside):
-            tell(outcome)
-            outcomes.append(outcome)
+        at_once = [pool.submit(run, section, end - time.perf_counter()) for section in beside]
+        for done in as_completed(at_once):
+            keep(done.result(), titled=True)
     for section in chosen:
         if section not in beside:
             print(f"== {section.title}", flush=True)
-            outcomes.append(run(section, end - time.perf_counter()))
-            tell(outcomes[-1], titled=False)
-        if said.write and devices:
-            said.write.write_text(page(outcomes, devices), encoding="utf-8")
+            keep(run(section, end - time.perf_counter()), titled=False)
     failed = [o.section.name for o in outcomes if o.held is False]
     print(f"failed: {', '.join(failed)}" if failed else "all that was run holds")
     return 1 if failed else 0

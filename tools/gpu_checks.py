@@ -1,9 +1,9 @@
 """What ``make gpu`` looks at on an accelerator, a check each: ``python tools/gpu_checks.py NAME``.
 
 A check prints what it found, a line each, and fails where something is wrong; one part's error is told, and
-the others go on. On one rank: ``alone``, ``offload``, ``waits``, ``sanitizer``, ``kernels``. On several, that
-it starts: ``plans``, ``killed``. With ``--on cpu`` they run without an accelerator, to try the checks
-themselves (but ``kernels``, which has nothing to count there).
+the others go on. On one rank: ``alone``, ``compiled``, ``offload``, ``waits``, ``sanitizer``, ``kernels``,
+``lightning``, ``calibrated``. On several, that it starts: ``plans``, ``killed``. With ``--on cpu`` they run
+without an accelerator, to try the checks themselves (but ``kernels``, which has nothing to count there).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import math
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ STEPS, CLOSE, NARROW = 3, 1e-4, 3e-2
 # the bars of `kernels`: against plain torch, and of the peak against the dry run
 LAUNCHES, BUSY, BUSY_DROPPING, PEAK = 1.05, 1.0, 1.1, 1.15
 A_PLAN = 75  # seconds, after which one that hangs is given up
+EXAMPLE = Path(__file__).parents[1] / "examples" / "coming_from" / "lightning_trainer_here.py"
 UNDER_WAY, MISSES = "under-way", "misses"  # files of `plans`: the part that runs, what was missed
 
 CHECKPOINT = "from a checkpoint of zero 3 to tensor"
@@ -68,6 +70,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "float8": {"precision": "float8"},
     "compiled": {},
 }
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled, selective": {"recompute": "selective"},
+    "compiled, full": {"recompute": "full"},
+    "compiled, zero 3": {"zero": 3},
+    "compiled, autocast": {"precision": "autocast-bfloat16", "recompute": "selective"},
+}
 TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         **{f"zero {zero}": {"data": 2, "zero": zero} for zero in range(4)},
@@ -86,6 +94,15 @@ TOGETHER: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b, tied": {"pipe": 2, "accumulate": 4},
         "zbv, tied": {"pipe": 2, "accumulate": 4, "schedule": "zbv", "stages_per_rank": 2},
         "experts": {"data": 2, "expert": 2},
+        "compiled, zero 3": {"data": 2, "zero": 3},
+        "compiled, sequence": {"tensor": 2, "sequence_parallel": True},
+        "compiled, asynchronous": {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True},
+        "compiled, asynchronous, selective": {
+            "tensor": 2,
+            "sequence_parallel": True,
+            "async_tensor_parallel": True,
+            "recompute": "selective",
+        },
     },
     4: {
         "2d": {"tensor": 4, "tensor_mode": "2d"},
@@ -185,14 +202,23 @@ def able(name: str) -> bool:
 
 def alone(folder: str) -> bool:
     """Plans of one rank: the losses of torch in float32."""
-    expected = by_torch()
+    return like_torch(ALONE, by_torch())
+
+
+def compiled(folder: str) -> bool:
+    """The same of compiled blocks."""
+    return like_torch(COMPILED, by_torch())
+
+
+def like_torch(plans: Mapping[str, dict[str, Any]], expected: list[float]) -> bool:
+    """Plans of one rank, each beside losses of torch."""
 
     def like(name: str) -> bool:
-        losses = followed(ALONE[name], torch.optim.AdamW, compile=name == "compiled")
-        narrow = "precision" in ALONE[name]
+        losses = followed(plans[name], torch.optim.AdamW, compile="compiled" in name)
+        narrow = "precision" in plans[name]
         return told(f"{name}: losses apart", apart(losses, expected), NARROW if narrow else CLOSE)
 
-    return each({name: partial(like, name) for name in ALONE if able(name)})
+    return each({name: partial(like, name) for name in plans if able(name)})
 
 
 def offload(folder: str) -> bool:
@@ -375,7 +401,7 @@ def planned(name: str, plan: Mapping[str, Any]) -> tuple[float, float]:
     """How far the losses of a plan are from those of one rank alone, and how far they may be."""
     net_name = "moe" if "expert" in plan else "gpt"
     sizes = {**SIZES, "tied": "tied" in name}
-    losses = followed(plan, torch.optim.AdamW, net_name, sizes)
+    losses = followed(plan, torch.optim.AdamW, net_name, sizes, compile="compiled" in name)
     # the balance of experts is over each rank's own tokens
     limit = NARROW if "bfloat16" in name or net_name == "moe" else CLOSE
     return apart(losses, by_torch(net_name, sizes)), limit
@@ -397,9 +423,14 @@ def checkpoint(folder: str) -> tuple[float, float]:
     return apart([again.train_step(batch(step)).item() for step in (1, 2)], after), CLOSE
 
 
-def all_plans(folder: str, ranks: int) -> bool:
-    """Start the ranks, and start them again behind a plan that failed."""
-    left, failed = [*TOGETHER[ranks], CHECKPOINT], []
+def all_plans(folder: str, ranks: int, names: Sequence[str] = ()) -> bool:
+    """Start the ranks, and start them again behind a plan that failed.
+
+    Args:
+        names: of plans; by default all but those that are compiled, and a checkpoint.
+    """
+    left = [*names] or [*(name for name in TOGETHER[ranks] if "compiled" not in name), CHECKPOINT]
+    failed = []
     under_way, misses = Path(folder, UNDER_WAY), Path(folder, MISSES)
     while left:
         under_way.unlink(missing_ok=True)
@@ -447,8 +478,30 @@ def killed(folder: str) -> bool:
     return False
 
 
+def lightning(folder: str) -> bool:
+    """Lightning's ``16-mixed``, whose scaler is its own: an example's losses beside those in float32."""
+    finish()  # its Trainer starts the world itself
+    program = Path(folder, "program.py")
+    program.write_text(EXAMPLE.read_text("utf-8").replace('accelerator="cpu"', 'accelerator="auto"'), "utf-8")
+    main: Any = runpy.run_path(str(program))["main"]
+    found, expected = (main(devices=1, precision=precision) for precision in ("16-mixed", "32-true"))
+    return told("16-mixed: values apart", max(abs(x - y) for x, y in zip(found, expected, strict=True)), 0.1)
+
+
+def calibrated(folder: str) -> bool:
+    """``espalier calibrate`` of this device: what it writes."""
+    from espalier.planner.calibrate import calibrate, show
+
+    finish()  # it starts ranks
+    print("\n".join(calibrate(1, show, anyway=True, device_type=kind()).told()), flush=True)
+    return True
+
+
 CHECKS: dict[str, Callable[[str], bool]] = {
     "alone": alone,
+    "compiled": compiled,
+    "lightning": lightning,
+    "calibrated": calibrated,
     "offload": offload,
     "waits": waits,
     "sanitizer": sanitizer,
@@ -477,7 +530,7 @@ def main() -> int:
         if not said.rank and said.check in ("plans", "killed"):
             if kind() != "cpu" and count() < (said.ranks if said.check == "plans" else 2):
                 os.environ["ESPALIER_SHARE_DEVICE"] = "1"
-            held = killed(folder) if said.check == "killed" else all_plans(folder, said.ranks)
+            held = killed(folder) if said.check == "killed" else all_plans(folder, said.ranks, said.names)
             return 0 if held else 1
         start(kind())
         try:

@@ -16,8 +16,10 @@ from torch import nn
 
 import espalier
 from espalier import DTensor, Mesh, Replicate, Shard, distribute_tensor
+from espalier.device import accelerator
 from espalier.mesh.process import finish, start
 from espalier.models import build
+from tests.ranks import test_habits as habits
 
 SIZES = {"vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16}
 
@@ -150,6 +152,23 @@ def test_dropout_trains_as_on_the_cpu() -> None:
     found = [trained(Mesh.from_env({"data": 1}, kind), data) for kind in ("cuda", "cpu")]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+AWAY: dict[str, Any] = {"offload": {"states": "host"}}
+ALL_AWAY: dict[str, Any] = {"offload": dict.fromkeys(("states", "gradients", "parameters"), "host")}
+HERE = [program for program in habits.PROGRAMS if program is not habits.recomputed_drawn_and_averaged]
+
+
+@pytest.mark.parametrize("program", HERE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("plan", [{}, AWAY, ALL_AWAY], ids=["", "states away", "all away"])
+@pytest.mark.filterwarnings("ignore")
+def test_habits(monkeypatch: pytest.MonkeyPatch, program: Any, plan: dict[str, Any]) -> None:
+    """What programs do around a prepared model; their tensors are made on the device, by the CPU's draws."""
+    if plan and program is habits.optimizers_around_others:
+        pytest.skip("it has an optimizer update stand-ins of what it holds")
+    if plan is ALL_AWAY and program in habits.OF_DATA:
+        pytest.skip("beside tensors of the device it computes with p.data, which is in the host's memory")
+    assert habits.apart_on(accelerator() or "cuda", program, plan, monkeypatch) < habits.TOLERANCE
 
 
 def test_saved_beside_training_with_the_stream_of_the_device(tmp_path: Path) -> None:

@@ -597,8 +597,36 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
+# these compute with a parameter's data (p.data) beside tensors of the device
+OF_DATA = (copies_made_before, transforms_of_the_model, averages_of_weights)
+
+
 def numbers(values: list[Any]) -> torch.Tensor:
     return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
+
+
+def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.MonkeyPatch) -> float:
+    """How far a program by a plan, all on a device of this type, is from plain torch's on the CPU."""
+    before, on_cpu, draw = torch.get_default_dtype(), batch, torch.Tensor.uniform_
+
+    def drawn(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A device has a generator of its own, which gives other numbers."""
+        return x.copy_(draw(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args, **kwargs))
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        expected = numbers(program(lambda model, *more: (model, *more) if more else model))
+        torch.manual_seed(0)
+        patch.setattr(f"{__name__}.batch", lambda step: tuple(x.to(kind) for x in on_cpu(step)))
+        patch.setattr(torch.Tensor, "uniform_", drawn)
+        with torch.device(kind):
+            found = program(lambda model, *more: espalier.prepare(model, *more, plan=plan))
+        given = numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in found])
+    finally:
+        torch.set_default_dtype(before)
+        patch.undo()
+    return float((given - expected).abs().max())
 
 
 def compared(rank: int, world: int) -> None:

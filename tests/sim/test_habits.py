@@ -46,8 +46,6 @@ PROGRAMS = [
 ]
 AWAY: dict[str, Any] = {"offload": {"states": "host"}}
 ALL_AWAY = {"offload": dict.fromkeys(("states", "gradients", "parameters"), "host"), "recompute": "selective"}
-# these compute with a parameter's data (p.data) beside tensors of the device, which is an error there
-NOT_AWAY = (habits.copies_made_before, habits.transforms_of_the_model, habits.averages_of_weights)
 
 
 class Told(NamedTuple):
@@ -129,7 +127,7 @@ def test_habits(
 ) -> None:
     """As on one process: no race, no access of the host, no call of two devices, no wait unasked for."""
     programs = [x for x in PROGRAMS if "pipe" not in plan or x in habits.STAGED]
-    names = [x.__name__ for x in programs if plan is not ALL_AWAY or x not in NOT_AWAY]
+    names = [x.__name__ for x in programs if plan is not ALL_AWAY or x not in habits.OF_DATA]
     told = on_sim(world, tried, plan, names)
     for name in names:
         ranks = [of[name] for of in told]
