@@ -108,7 +108,7 @@ def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
         optimizer.zero_grad()
         schedule.step()
         losses = losses + espalier.full_tensor(loss.detach())
-    return [losses, norms, *model.parameters()]
+    return [losses, norms, nn.utils.parameters_to_vector(model.parameters())]
 
 
 class Habitual(nn.Module):
