@@ -363,7 +363,11 @@ def _with_dropout(bound: dict[str, Any], placed: Placed) -> torch.Tensor:
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    weights = F.softmax(scores, -1)
+        # rows that see nothing, of padding, say, are zeros, as torch's
+        gone = scores.isneginf().all(-1, keepdim=True)
+        weights = F.softmax(scores.masked_fill(gone, 0.0), -1).masked_fill(gone, 0.0)
+    else:
+        weights = F.softmax(scores, -1)
     out = placed.outs[0]
     shape = (*out.shape[:-1], placed.ins[1].shape[-2])
     lay = Layout.of(out.mesh, out.axes, out.cuts, shape)
