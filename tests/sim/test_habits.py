@@ -40,6 +40,7 @@ PROGRAMS = [
     not in (
         habits.sparse_graphs,
         habits.functions_of_torchscript,
+        habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,
         habits.optimizers_around_others,
     )
