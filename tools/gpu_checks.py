@@ -42,7 +42,7 @@ STEPS, CLOSE, NARROW = 3, 1e-4, 3e-2
 # the bars of `kernels`: against plain torch, and of the peak against the dry run
 LAUNCHES, BUSY, BUSY_DROPPING, PEAK = 1.05, 1.0, 1.1, 1.15
 A_PLAN = 75  # seconds, after which one that hangs is given up
-EXAMPLE = Path(__file__).parents[1] / "examples" / "coming_from" / "lightning_trainer_here.py"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "coming_from"
 UNDER_WAY, MISSES = "under-way", "misses"  # files of `plans`: the part that runs, what was missed
 
 CHECKPOINT = "from a checkpoint of zero 3 to tensor"
@@ -479,12 +479,16 @@ def killed(folder: str) -> bool:
 
 
 def lightning(folder: str) -> bool:
-    """Lightning's ``16-mixed``, whose scaler is its own: an example's losses beside those in float32."""
+    """Lightning's ``16-mixed``, whose scaler is its own: an example's values beside Lightning's own."""
     finish()  # its Trainer starts the world itself
-    program = Path(folder, "program.py")
-    program.write_text(EXAMPLE.read_text("utf-8").replace('accelerator="cpu"', 'accelerator="auto"'), "utf-8")
-    main: Any = runpy.run_path(str(program))["main"]
-    found, expected = (main(devices=1, precision=precision) for precision in ("16-mixed", "32-true"))
+    values = []
+    for name in ("lightning_trainer_here", "lightning_trainer"):
+        program = Path(folder, f"{name}.py")
+        text = (EXAMPLES / program.name).read_text("utf-8")
+        program.write_text(text.replace('accelerator="cpu"', 'accelerator="auto"'), "utf-8")
+        main: Any = runpy.run_path(str(program))["main"]
+        values.append(main(devices=1, precision="16-mixed"))
+    found, expected = values
     return told("16-mixed: values apart", max(abs(x - y) for x, y in zip(found, expected, strict=True)), 0.1)
 
 
