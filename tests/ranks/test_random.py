@@ -373,6 +373,9 @@ def seeded_by_rank(rank: int, world: int) -> list[torch.Tensor]:
         q = laid(value.view(1, 1, *SHAPE), mesh, whole)
         found.append(F.scaled_dot_product_attention(q, q, q, dropout_p=0.4))
         found += [F.fractional_max_pool2d(q, 2, output_size=3), torch.svd_lowrank(q[0, 0], 3)[1]]
+        z = laid(value.abs() + 0.1, mesh, cut)  # these draw until a number fits
+        found.append(torch.distributions.Gamma(z, z, validate_args=False).rsample())
+        found.append(torch.distributions.Dirichlet(z, validate_args=False).rsample())
         # what each rank has, not what rank 0 has
         return [x.redistribute(placements=whole).to_local().detach().clone() for x in found]
 
@@ -419,6 +422,7 @@ def sent_to_the_store() -> Iterator[list[str]]:
         side.default_store = before
 
 
+@pytest.mark.filterwarnings("ignore:(_standard_gamma|The autograd function _Dirichlet) has no")
 @pytest.mark.parametrize("world", [2, 4])
 def test_values_are_the_same_on_ranks_that_are_seeded_differently(ranks: Any, world: int) -> None:
     found = ranks(world, seeded_by_rank)
