@@ -160,8 +160,7 @@ def or_absent(
 ) -> Callable[[str], Any]:
     """A module's ``__getattr__``, which has the names that are not there.
 
-    Of a package they are also modules that can be imported, with all that is below them. A module that is
-    no folder is one with ``__path__ = []``.
+    They are also modules that can be imported, with all that is below them: so a file counts as a package.
 
     Args:
         package: its ``__name__``.
@@ -170,6 +169,7 @@ def or_absent(
         getter: finds the others; by default there are none.
         elsewhere: names of modules, apart by spaces, to the module that has their names here.
     """
+    vars(sys.modules[package]).setdefault("__path__", [])
     return Names(package, theirs, instead, getter, elsewhere)
 
 

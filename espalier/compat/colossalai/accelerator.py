@@ -14,8 +14,6 @@ from espalier.compat.deepspeed.accelerator import Accelerator
 from espalier.device import current, use
 from espalier.device import name as name_of
 
-__path__: list[str] = []  # there are modules in it
-
 Device = torch.device | int | None
 
 

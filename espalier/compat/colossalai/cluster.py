@@ -13,8 +13,6 @@ import torch.distributed as dist
 from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank, running_size
 
-__path__: list[str] = []  # there are modules in it
-
 
 class DistCoordinator:
     """Who this rank is, and what one of them does for all.

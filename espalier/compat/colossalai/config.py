@@ -13,9 +13,6 @@ from espalier.device import accelerator
 from espalier.parallel import Plan
 from espalier.texts import Mistake, MistakeError, similar, unknown_key
 
-__path__: list[str] = []  # there are modules in it
-
-
 _OWNER = "Colossal-AI's configuration"
 _TENSOR = {"size", "mode", "depth"}
 _SCALE = {

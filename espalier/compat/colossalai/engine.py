@@ -21,8 +21,6 @@ from espalier.parallel import Plan
 from espalier.tensor import full_tensor
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 Criterion = Callable[[Any, Any], torch.Tensor]
 
 

@@ -19,8 +19,6 @@ from espalier.parallel import Plan
 from espalier.tensor import full_tensor
 from espalier.trees import tensors_in, tree_map
 
-__path__: list[str] = []  # there are modules in it
-
 
 class Boosted(EngineModule):
     """A model that an engine trains: a call takes and gives this rank's rows."""

@@ -4,8 +4,6 @@ from torch.nn import LayerNorm
 
 from espalier.compat.absent import or_absent
 
-__path__: list[str] = []  # there are modules in it
-
 FusedLayerNorm = LayerNorm
 
 __all__ = ["FusedLayerNorm", "LayerNorm"]

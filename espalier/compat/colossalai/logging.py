@@ -11,8 +11,6 @@ from typing import Any
 from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank
 
-__path__: list[str] = []  # there are modules in it
-
 
 class DistributedLogger:
     """Logs on some ranks only."""

@@ -12,8 +12,6 @@ from espalier.compat.common import Axes
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class PipelineStageManager:
     """Which stage this rank has, of ``plugin.stage_manager``.

@@ -10,8 +10,6 @@ from torch import nn
 
 from espalier.compat.absent import or_absent
 
-__path__: list[str] = []  # there are modules in it
-
 
 @dataclass
 class GradientCheckpointConfig:

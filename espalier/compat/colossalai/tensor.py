@@ -6,8 +6,6 @@ from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank, running_size
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class ProcessGroup:
     """All ranks share the batch.

@@ -17,8 +17,6 @@ from espalier.compat.colossalai.utils import MultiTimer, share_of
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class Trainer:
     """Trains an engine for epochs.

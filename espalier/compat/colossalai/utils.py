@@ -28,8 +28,6 @@ from espalier.mesh.process import running_rank
 from espalier.parallel import Plan
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 def get_default_parser() -> argparse.ArgumentParser:
     """A parser that knows ``--config`` and what ``launch`` takes."""

@@ -18,8 +18,6 @@ from espalier.tensor import deferred
 from espalier.tensor.deferred import make_parameters_real
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class TensorShardStrategy:
     """Each tensor is cut: so it is here."""

@@ -31,8 +31,6 @@ from espalier.device import (
     use,
 )
 
-__path__: list[str] = []  # there are modules in it
-
 
 class Accelerator:
     """What programs ask of ``get_accelerator()``."""

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from espalier.compat.absent import or_absent
 
-__path__: list[str] = []  # there are modules in it
-
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What ``function(*args)`` gives; it is computed again in the backward pass."""

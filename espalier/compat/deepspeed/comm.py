@@ -18,8 +18,6 @@ from espalier.device import accelerator
 from espalier.mesh.process import running_rank as get_rank
 from espalier.mesh.process import running_size as get_world_size
 
-__path__: list[str] = []  # there are modules in it
-
 __all__ = [
     "all_gather_coalesced",
     "all_reduce_coalesced",

@@ -16,9 +16,6 @@ from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh.process import running_size
 from espalier.texts import MistakeError, unknown_key
 
-__path__: list[str] = []  # there are modules in it
-
-
 _OWNER: Final = "deepspeed.init_inference"
 _WORDS: Final = {
     "fp32": "float32",

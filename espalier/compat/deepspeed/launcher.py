@@ -21,8 +21,6 @@ from espalier.mesh.hosts import PORT, Hosts, find_hosts
 from espalier.mesh.launch import LaunchError, launch
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 _EACH = "start it on each machine, with --num_nodes N --node_rank K --master_addr HOST"
 _DEVICES = "all devices of a machine are taken in their order: hide others by its own variable, --num_gpus N"
 _REFUSED: Mapping[str, str] = MappingProxyType(

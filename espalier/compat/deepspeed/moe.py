@@ -25,8 +25,6 @@ from espalier.models.moe import Experts as Stack
 from espalier.tensor import DTensor, local_map
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class Experts(Stack):
     """Copies of a module, one for each expert.

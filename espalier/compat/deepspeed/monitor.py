@@ -16,9 +16,6 @@ from espalier.compat.absent import or_absent
 from espalier.mesh.process import running_rank
 from espalier.tensor.dry_runs import UNCOUNTED
 
-__path__: list[str] = []  # there are modules in it
-
-
 Event = tuple[str, float, int]
 
 

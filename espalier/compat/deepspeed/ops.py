@@ -19,9 +19,6 @@ from espalier.compat.common import OneByOne
 from espalier.parallel.several import Several
 from espalier.texts import Mistake, MistakeError, did_you_mean, unknown_key
 
-__path__: list[str] = []  # there are modules in it
-
-
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 

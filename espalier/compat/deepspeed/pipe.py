@@ -25,8 +25,6 @@ from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import MistakeError
 
-__path__: list[str] = []  # there are modules in it
-
 
 class LayerSpec:
     """A layer that is built where it is needed.

@@ -19,9 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from espalier.compat.absent import or_absent
 from espalier.tensor.dry_runs import UNCOUNTED
 
-__path__: list[str] = []  # there are modules in it
-
-
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"))
 
 

@@ -23,9 +23,6 @@ from espalier.engine.seen import gradients_seen
 from espalier.mesh.process import running_rank
 from espalier.trees import tree_map
 
-__path__: list[str] = []  # there are modules in it
-
-
 _GB = 2**30
 
 

@@ -14,8 +14,6 @@ from espalier.layout import Shard
 from espalier.mesh import Mesh
 from espalier.tensor import DTensor
 
-__path__: list[str] = []  # there are modules in it
-
 
 class DistributedAttention(nn.Module):
     """As ``deepspeed.sequence.layer.DistributedAttention``: sequences come together, and heads apart, around

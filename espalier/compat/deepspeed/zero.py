@@ -22,8 +22,6 @@ from espalier.tensor import DTensor, deferred, lay_out, plain
 from espalier.tensor.deferred import make_parameters_real
 from espalier.torch_private import raw
 
-__path__: list[str] = []  # there are modules in it
-
 
 class Init:
     """While open, modules are built without memory: ``deepspeed.initialize`` then builds each rank's part.

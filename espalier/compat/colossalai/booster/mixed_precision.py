@@ -9,8 +9,6 @@ from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.config import scale_of
 from espalier.texts import MistakeError, did_you_mean, refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class MixedPrecision:
     """One of these.

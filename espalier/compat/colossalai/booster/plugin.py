@@ -20,8 +20,6 @@ from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import Mistake, MistakeError, unknown_key
 
-__path__: list[str] = []  # there are modules in it
-
 _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", None: "float32"}
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _MEGA = 1024**2

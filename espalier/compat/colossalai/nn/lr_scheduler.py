@@ -13,8 +13,6 @@ from torch.optim import lr_scheduler as _schedules
 from espalier.compat.absent import or_absent
 from espalier.texts import refuse
 
-__path__: list[str] = []  # there are modules in it
-
 
 class _Staged(_schedules.LRScheduler):
     """Up in a line for ``warmup_steps``, on as it is for ``flat_steps``, then down.

@@ -15,8 +15,6 @@ from espalier.compat.absent import or_absent
 from espalier.compat.common import OneByOne
 from espalier.texts import Mistake, refuse
 
-__path__: list[str] = []  # there are modules in it
-
 _TAKEN: Final = ("betas", "eps", "weight_decay", "amsgrad")
 # where states lie is the plan's, and what is printed nobody's
 _IDLE: Final = ("nvme_offload_fraction", "nvme_offload_dir", "simd_log", "set_grad_none")
