@@ -11,16 +11,21 @@ inputs like these.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from espalier.comm import all_reduce
 from espalier.engine.accumulation import OfAll
+from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
+from espalier.tensor import DTensor, full_tensor
+from espalier.torch_private import raw
 from espalier.trees import leaves, tree_map
 
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
@@ -60,6 +65,12 @@ class Source(Protocol):
     def train(self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any]) -> torch.Tensor:
         """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured."""
 
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The model's."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While open, gradients that there are do not count: they are as before after it."""
+
 
 class _Step(NamedTuple):
     """One call that was kept, and what torch was told then."""
@@ -87,12 +98,9 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad:
-            raise TypeError(
-                "torch.autograd.grad of an output: In a pipeline it is yet to be computed, and not where the "
-                "input is. Take the gradient in the model's forward, or train under a plan without pipe."
-            )
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _QUESTIONS and args and isinstance(args[0], Awaited):
             kept = partial(_kept, func, args, kwargs)
@@ -193,9 +201,9 @@ class Awaited:
         held = _captured(self)
         if any(x.requires_grad for x in held):
             raise ValueError(
-                "The loss holds more that wants gradients than the model's output: parameters, say. In a "
-                "pipeline they are not all where the loss is. Make it a part of the model's forward; for a "
-                "penalty on parameters use the optimizer's weight_decay, or change p.grad before the step."
+                "The loss holds more that wants gradients than the model's output, and is not a sum: in a "
+                "pipeline such things are not where it is computed. Add a penalty to the whole loss, or "
+                "weigh that (loss + penalty, weight * loss); or let the model's forward compute it."
             )
         captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
@@ -407,6 +415,8 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
     if all(x._has_gone_back for x in awaited):  # it is there: a sum of losses over steps, say
         return _done(func, args, kwargs)
+    if not kwargs and (terms := _added(func, args)) is not None:
+        return terms
     if any(x._source is not awaited[0]._source for x in awaited):
         args, kwargs, awaited = _of_one_call(args, kwargs, awaited)
     if func is not getattr:
@@ -429,10 +439,9 @@ def _of_one_call(
     sought = [x for x in awaited if x._wants_grad()] or awaited[:1]
     if any(x._source is not sought[0]._source for x in sought):
         raise ValueError(
-            "Outputs of two calls of the model meet. In a pipeline a loss is made of one call: call the "
-            "model on both inputs, model(torch.cat([a, b])).chunk(2); or, where losses are added, let each "
-            "go back by itself, loss_a.backward() and loss_b.backward(), before the step. What needs no "
-            "gradient, detach()."
+            "Outputs of two calls of the model meet. In a pipeline a loss is made of one call, or is a sum "
+            "of such losses, loss_a + 0.5 * loss_b: call the model on both inputs, "
+            "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
         )
 
     def inner(x: Any) -> Any:
@@ -440,6 +449,189 @@ def _of_one_call(
 
     args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
     return args, kwargs, leaves([args, kwargs], Awaited, _SOUGHT_AWAITED)
+
+
+class _Term(NamedTuple):
+    """A number that a sum is made of: of a call of the model, of parameters alone, or a product of both."""
+
+    loss: Awaited | None
+    factor: torch.Tensor | None = None
+
+    def done(self, func: Callable[..., Any], *more: Any) -> _Term:
+        """What a function that is linear gives for it."""
+        if self.loss is None:
+            return _Term(None, func(self.factor, *more))
+        return self._replace(loss=func(self.loss, *more))
+
+    def detached(self) -> _Term:
+        """Without gradients."""
+        factor = None if self.factor is None else self.factor.detach()
+        return _Term(None if self.loss is None else self.loss.detach(), factor)
+
+    def value(self) -> Any:
+        """Its value, on every rank."""
+        factor = 1 if self.factor is None else _on_all(self.factor)
+        return factor if self.loss is None else self.loss.value() * factor
+
+    def backward(self, retain_graph: bool | None) -> None:
+        """Forward and backward of what it is made of."""
+        if self.loss is not None:
+            loss = self.loss
+            if self.factor is not None:
+                loss = _kept(operator.mul, (loss, _on_all(self.factor)), {})
+            if loss._wants_grad():
+                loss.backward(retain_graph=retain_graph)
+        if self.factor is not None and self.factor.requires_grad:
+            end = self.factor if self.loss is None else self.factor * self.loss.value()
+            end.backward(retain_graph=retain_graph)
+
+
+class _Sum(Awaited):
+    """Numbers that go back one after the other: losses of several calls, and penalties on parameters."""
+
+    def __init__(self, terms: Sequence[_Term]) -> None:
+        super().__init__(next(term.loss._source for term in terms if term.loss is not None))
+        self._terms = terms
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in (*_ATTRIBUTES, *_QUESTIONS):
+            return getattr(self._shapes(), name) if name != "device" else self._source.device
+        return partial(self._each, name)
+
+    def _each(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of a number, where it is as if each term had been asked; else of its value."""
+        if name == "detach":
+            return _Sum([term.detached() for term in self._terms])
+        if name in _OF_EACH:
+            return _Sum([term.done(partial(_call_method, **kwargs), name, *args) for term in self._terms])
+        return _kept(_call_method, (self, name, *args), kwargs)
+
+    def _shapes(self) -> Any:
+        parts = [_without_data(x) if isinstance(x, torch.Tensor) else x._shapes() for x in self._parts()]
+        return torch.stack([x.detach().reshape(()) for x in parts]).sum().requires_grad_(self._wants_grad())
+
+    def _parts(self) -> list[Any]:
+        return [x for term in self._terms for x in term if x is not None]
+
+    def _wants_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
+
+    def backward(self, gradient: None = None, retain_graph: bool | None = None) -> None:
+        if gradient is not None:
+            raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
+        for term in self._terms:
+            term.backward(retain_graph)
+        self.value()
+        self._has_gone_back, self._is_retained = True, bool(retain_graph)
+
+    def value(self) -> Any:
+        if self._known is None:
+            with torch.no_grad():
+                self._known = sum(term.value() for term in self._terms)
+        return self._known
+
+
+def _added(func: Callable[..., Any], args: Sequence[Any]) -> _Sum | None:
+    """What adds numbers of several calls, or of parameters alone, or multiplies such; None of all else."""
+    name = getattr(func, "__name__", "").strip("_")
+    name = name[1:] if name in ("radd", "rmul") else name
+    if name not in _LINEAR or not all(isinstance(x, Awaited | torch.Tensor | int | float) for x in args):
+        return None
+    awaited = [x for x in args if isinstance(x, Awaited)]
+    with_grad = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    are_several = any(x._source is not awaited[0]._source for x in awaited if x._wants_grad())
+    if not (are_several or with_grad or any(isinstance(x, _Sum) for x in awaited)):
+        return None
+    if not torch.is_grad_enabled() or not all(_is_number(x) for x in args):
+        return None
+    terms = [_terms_of(x) for x in args]
+    if name == "add":
+        return _Sum([*terms[0], *terms[1]])
+    if name == "sub":
+        return _Sum([*terms[0], *(term.done(operator.neg) for term in terms[1])])
+    if name == "neg":
+        return _Sum([term.done(operator.neg) for term in terms[0]])
+    first, second = args
+    if name == "mul" and not isinstance(first, Awaited):
+        first, second, terms = second, first, terms[::-1]
+    if isinstance(second, Awaited) or not isinstance(first, Awaited):
+        return None
+    by = operator.mul if name == "mul" else operator.truediv
+    if not isinstance(second, torch.Tensor) or not second.requires_grad:
+        return _Sum([term.done(by, second) for term in terms[0]])
+    factor = second if name == "mul" else 1 / second
+    return _Sum(
+        [term._replace(factor=factor if term.factor is None else term.factor * factor) for term in terms[0]]
+    )
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it surely has no dims."""
+    shapes = x._shapes() if isinstance(x, Awaited) else x
+    return isinstance(shapes, int | float) or (isinstance(shapes, torch.Tensor) and not shapes.ndim)
+
+
+def _terms_of(x: Any) -> Sequence[_Term]:
+    if isinstance(x, _Sum):
+        return x._terms
+    if isinstance(x, Awaited):
+        return [_Term(x)]
+    if isinstance(x, torch.Tensor):
+        return [_Term(None, x)]
+    return [_Term(None, torch.tensor(float(x)))] if x else []
+
+
+def _on_all(x: torch.Tensor) -> torch.Tensor:
+    """The value of a number, plain, on every rank: also of one in a stage, or of copies in several."""
+    x = x.detach()
+    if not isinstance(x, DTensor) or (whole := x.device_mesh.outermost) is x.device_mesh:
+        return full_tensor(x)
+    with raw():
+        nowhere = torch.full((), -math.inf, dtype=x.dtype, device=whole.device())
+        value = full_tensor(x) if x.device_mesh.is_member else nowhere
+        for axis in range(whole.ndim):
+            value = all_reduce(value, whole, axis, "max")
+    return value
+
+
+def _gradients(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad`` of a loss with respect to parameters of the model."""
+    (loss,) = (outputs,) if isinstance(outputs, Awaited) else outputs
+    sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    held = set(map(id, loss._source.parameters()))
+    if create_graph or is_grads_batched or grad_outputs is not None or any(id(x) not in held for x in sought):
+        raise TypeError(
+            "torch.autograd.grad of what a pipeline has yet to compute: it gives the gradients of a loss "
+            "with respect to the model's parameters. Others, and those of gradients (create_graph=True), are "
+            "not where the loss is: take them in the model's forward, or train under a plan without pipe."
+        )
+    with loss._source.aside():
+        loss.backward(retain_graph=retain_graph)
+        found = [None if (grad := gradient_seen(p)) is None else grad.detach().clone() for p in sought]
+    if materialize_grads:
+        return tuple(
+            torch.zeros_like(p) if grad is None else grad for p, grad in zip(sought, found, strict=True)
+        )
+    if not allow_unused and any(grad is None for grad in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set "
+            "allow_unused=True if this is the desired behavior."
+        )
+    return tuple(found)
 
 
 def _captured(of: Awaited) -> list[torch.Tensor]:
@@ -511,3 +703,6 @@ def _without_data(x: torch.Tensor) -> torch.Tensor:
 
 
 _SOUGHT_AWAITED = (torch.Tensor, Awaited)
+_LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
+# methods of a number that each of its addends may be asked
+_OF_EACH = frozenset("clone contiguous cpu cuda double float mean squeeze sum to type view_as".split())

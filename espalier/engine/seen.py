@@ -24,6 +24,7 @@ from espalier.torch_private import foreach_norms, raw, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
+Around = Callable[[Callable[[], None]], None]
 
 
 class SeenGradients:
@@ -54,7 +55,7 @@ class SeenGradients:
         self._module, self._mesh, self._plan = module, mesh, plan
         self._counted, self._scaler = counted, scaler
         self._noted: tuple[int, int] | None = None
-        self._is_finished = False  # on all ranks alike
+        self._is_finished = self._is_given = False  # on all ranks alike: by the engine, by hand
         self._reasons: list[str] = []  # to bar them; the parameters hold it
         self._is_partial = scaler is not None or plan.pipe > 1
         self.is_stepping, self.is_scaled = False, True
@@ -63,6 +64,7 @@ class SeenGradients:
         ] = {}  # by parameter, its name and where its gradient is seen
         self._elsewhere: dict[int, DTensor | None] = {}  # by parameter, what stands here for its gradient
         self._dtype_of: weakref.WeakMethod[DtypeOf] | None = None
+        self._around: weakref.WeakMethod[Around] | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that is saved goes without
@@ -78,16 +80,30 @@ class SeenGradients:
             for p in self._module.parameters():
                 p._seen = self  # type: ignore[attr-defined]
 
-    def show_all(self, meshes: Mapping[str, Mesh], dtype_of: weakref.WeakMethod[DtypeOf]) -> None:
-        """Let the program see gradients of all stages.
+    def show_all(
+        self,
+        meshes: Mapping[str, Mesh],
+        dtype_of: weakref.WeakMethod[DtypeOf],
+        around: weakref.WeakMethod[Around],
+    ) -> None:
+        """Let the program see gradients of all stages, and add to them.
 
         Args:
             meshes: on which those of parameters are seen, by name.
             dtype_of: that of the gradient of a parameter of other ranks, by its name; None: it has none.
+            around: makes a backward pass that is none of the engine's.
         """
         parameters = dict(self._module.named_parameters())
         self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
-        self._dtype_of = dtype_of
+        self._dtype_of, self._around = dtype_of, around
+
+    def of_others(self, go: Callable[[], None]) -> None:
+        """A backward pass that may be none of the engine's, by ``go``."""
+        around = None if self._around is None else self._around()
+        if around is None:
+            go()
+        else:
+            around(go)
 
     def shown(self, p: DTensor, grad: DTensor | None, *, asked: bool = False) -> DTensor | None:
         """What a program finds in ``p.grad``, where ``grad`` is this rank's own.
@@ -123,6 +139,7 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         here = p._layout.mesh
+        self._is_given = self._is_given or grad is not None
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:
             grad = brought(grad, here)
         if not here.is_member:
@@ -150,7 +167,7 @@ class SeenGradients:
         """There are none."""
         self._reasons.clear()
         self._elsewhere.clear()
-        self._noted, self._is_finished = None, False
+        self._noted, self._is_finished, self._is_given = None, False, False
 
     def note(self) -> None:
         """Remember gradients as they were finished, where they are not those of the whole batch."""
@@ -185,7 +202,7 @@ class SeenGradients:
         """
         parameters = list(parameters)
         counted = self._counted()
-        if counted is None or not (self._is_finished or self.is_stepping):
+        if counted is None or not (self._is_finished or self._is_given or self.is_stepping):
             return None
         if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
             return None  # other ranks update others, and ask for these
@@ -218,9 +235,10 @@ def gradient_seen(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def _norm_of(grads: Sequence[torch.Tensor], order: float, mesh: Mesh) -> torch.Tensor:
+    grads = [grad for grad in grads if grad.numel()]  # a rank may have none of a piece
     with raw():
         total = torch.zeros((), dtype=torch.float64, device=mesh.device())
-        norms = [x.to(total) for x in foreach_norms(list(grads), order, dtype=torch.float64)] if grads else []
+        norms = [x.to(total) for x in foreach_norms(grads, order, dtype=torch.float64)] if grads else []
         if math.isinf(order):
             total = torch.stack([total, *norms]).max()
             for axis in range(mesh.ndim):

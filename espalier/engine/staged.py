@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, numbers_of_all
 from espalier.device import is_accelerator
@@ -20,6 +21,7 @@ from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, detached
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
+from espalier.engine.own_graphs import beside
 from espalier.engine.passes import (
     Backward,
     Direct,
@@ -28,6 +30,7 @@ from espalier.engine.passes import (
     Passes,
     Phase,
 )
+from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun, cloned
 from espalier.engine.surface import bound
 from espalier.layout import Layout, gradient_layout
@@ -71,6 +74,7 @@ class Staged(Passes):
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
+        self._is_running = False  # stages compute
 
     # ---- to lay out
 
@@ -136,7 +140,10 @@ class Staged(Passes):
             if len(users[name]) > 1:
                 p._copies = places[name]  # type: ignore[attr-defined]  # beside its gradient it is there
         self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
-        self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient))
+        around: weakref.WeakMethod[Around] = weakref.WeakMethod(self.make_beside)
+        self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient), around)
+        data.gradients.announce(_come_unannounced)
+        self.mesh.beside = beside
         self._share_values(data)
         self._copies.lay_out(self.call.module)
 
@@ -286,8 +293,12 @@ class Staged(Passes):
         assert self.data is not None
         self._runs += 1
         self.data.begin_forward()
-        with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
-            self.stages.runtime.run(schedule, work.agreed, work)
+        self._is_running = True
+        try:
+            with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
+                self.stages.runtime.run(schedule, work.agreed, work)
+        finally:
+            self._is_running = False
         work.leave()
         if self.mesh.is_dry and self._failure is not None:
             raise self._failure
@@ -356,7 +367,7 @@ class Staged(Passes):
         with raw():
             grads = {p: gradient_of(p) for p in self.call.module.parameters()}
         taken = {p: grad for p, grad in grads.items() if grad is not None}
-        if self.evaluation.closed:
+        if taken or self.evaluation.closed:
             self.zero_grad()
         self._taken = taken
         return taken
@@ -369,10 +380,55 @@ class Staged(Passes):
         with raw():
             for p, grad in taken.items():
                 if (new := gradient_of(p)) is None:
-                    _grad.__set__(p, grad)
+                    p.grad = grad
                 else:
-                    plain(new).add_(plain(grad))
+                    lies = layout_of(grad, layout_of(p).mesh)  # one given by hand is whole
+                    plain(new).add_(plain(grad if lies is new._layout else move(grad, lies, new._layout)))
         self.seen.note()
+
+    def make_beside(self, go: Callable[[], None]) -> None:
+        """A backward pass through a graph of parameters, on all ranks: what it gives is added.
+
+        Raises:
+            ValueError: the engine scales losses, and could not scale this one.
+        """
+        if self._is_running or self.mesh.is_dry:
+            return go()
+        if self.scaler is not None:
+            raise ValueError(
+                f"backward() of what is made of parameters alone: in {self.plan.precision} the engine scales "
+                "losses, and knows nothing of this one. Compute in bfloat16, which needs no scale; or change "
+                "p.grad before the step."
+            )
+        assert self.data is not None
+        earlier, gradients = self.taken_gradients(), self.data.gradients
+        gradients.begin(True)
+        try:
+            go()
+        finally:
+            if gradients.is_idle:
+                gradients.stop()
+            else:
+                self.data.end_backward()
+                gradients.finish()
+            self._drop_unneeded(gradients.without)
+            self.add_gradients(earlier)
+        self.has_gradients = self._is_finished = self._is_known = self.evaluation.closed = True
+        self._tell_of_gradients()
+        self.seen.note()
+
+    def _drop_unneeded(self, without: Set[int]) -> None:
+        """Gradients of copies that no rank used; and, without data, of what lies on other ranks."""
+        with raw():
+            for p in self.call.module.parameters():
+                if id(p) in without or not layout_of(p).mesh.is_member:
+                    _grad.__set__(p, None)
+
+    def _tell_of_gradients(self) -> None:
+        """Let all ranks know which gradients stages have."""
+        tells = self._tells_of_gradients()
+        if self._board is not None and any(told for (told,) in numbers_of_all([int(tells)], self.mesh)):
+            self._board.turn()
 
     @property
     def has_new(self) -> bool:
@@ -382,13 +438,14 @@ class Staged(Passes):
     def finish(self) -> None:
         assert self.data is not None
         self.seen.admit()
+        self.data.gradients.finish()  # those given by hand, too
         if not self._is_finished:
             self._is_finished = True
-            self.data.gradients.finish()
             self._sum_shared(self.data)
 
     def counted(self) -> dict[str, torch.Tensor]:
         assert self.data is not None
+        self.finish()
         return {name: grad for name, grad in self.data.counted().items() if self.saves(name)}
 
     def riders(self, judge: Judge | None = None) -> list[Rider]:
@@ -531,6 +588,15 @@ class Staged(Passes):
                 here.copy_(total.view(here.shape))
                 if gradient_of(p) is None:
                     _grad.__set__(p, grad)
+
+
+def _come_unannounced(is_finished: bool) -> NoReturn:
+    """A gradient has come that is none of the engine's, and that others may not know of."""
+    raise RuntimeError(
+        "A backward pass that is none of the engine's gives a parameter of a stage its gradient, and began "
+        "at a plain tensor. Begin it at what torch's calls make of the parameters themselves, without "
+        "full_tensor() or to_local(): all ranks know of it then."
+    )
 
 
 @lru_cache(maxsize=64)

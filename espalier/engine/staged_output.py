@@ -208,6 +208,21 @@ class ModelRun:
         of_ranks = [batches.own(part) for part in parts]
         return [part for part, _ in of_ranks], [own for _, own in of_ranks]
 
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The model's."""
+        return self._passes.call.module.parameters()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While open, gradients that there are do not count: they are as before after it."""
+        earlier = self._passes.taken_gradients()
+        try:
+            yield
+        finally:
+            self._passes.taken_gradients()
+            self._passes.add_gradients(earlier)
+            self._passes.evaluation.closed = True
+
     def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
 

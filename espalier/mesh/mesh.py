@@ -52,6 +52,8 @@ class Mesh:
             gets its first mesh.
         within: the mesh of which it is a coordinate's ranks (see ``espalier.mesh.parts.at``); None of others.
         copied: parameters that several coordinates have a copy of, as the last engine on it laid them out.
+        beside: called with the tensors that a backward pass begins at, on it or a part of it, and what makes
+            the pass: engines with stages here act before and after it. None where there are none.
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
             all ranks, copies too.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
@@ -108,6 +110,7 @@ class Mesh:
         self.streams: dict[int, Any] = {}
         self.within: Mesh | None = None
         self.copied: tuple[str, ...] = ()
+        self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
         self.is_alike = False
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)

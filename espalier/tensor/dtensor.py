@@ -234,7 +234,9 @@ class DTensor(torch.Tensor):
                     f"The gradient given has the global shape {list(layout.shape)}, its tensor "
                     f"{list(wanted.shape)}; they must be equal."
                 )
-            if layout is not wanted and layout is not self._layout:
+            # what adds up gradients of stages knows those that are the same on several ranks
+            stays = seen is not None and layout.is_firm and layout.cuts == wanted.cuts
+            if layout is not wanted and layout is not self._layout and not stays:
                 with raw():
                     value = stamp(move(value.detach(), layout, wanted), wanted)
         plain_call(_grad.__set__, (), (self, value), {})

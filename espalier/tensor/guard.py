@@ -44,7 +44,7 @@ from espalier.tensor.modules import typed_conversion
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike, true_seeds
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.meta import seeded
+from espalier.tensor.rules.meta import seeded, went_back
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
     UNBOUNDED_BLOCK,
@@ -183,7 +183,8 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             pairs = [
                 seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(roots, grads, strict=True)
             ]
-        return original([x for x, _ in pairs], [g for _, g in pairs], *args, **kwargs)
+        go = functools.partial(original, [x for x, _ in pairs], [g for _, g in pairs], *args, **kwargs)
+        return went_back(roots, go)
 
     return backward
 

@@ -426,7 +426,7 @@ class Gradients:
 
         A parameter that no rank used keeps ``grad = None``; one that some rank used has it on all.
         """
-        if not self.chunks or (self.reduced and not self._has_addends()):
+        if not self.chunks or (self.reduced and not self._has_others()):
             return
         if self.reduced or not self._sending or not self._is_begun:
             self.begin(last=True)
@@ -457,13 +457,13 @@ class Gradients:
             self._hand_out()
         self.reduced, self._is_begun = True, False
 
-    def _has_addends(self) -> bool:
-        """Whether somebody has put a gradient that is to be summed in the place of a finished one."""
+    def _has_others(self) -> bool:
+        """Whether somebody has put a gradient that does not lie as finished ones do in the place of one."""
         with raw():
             for m in (m for chunk in self.chunks for m in chunk.members):
                 grad = _grad.__get__(m.p)
                 known = grad is None or getattr(grad, "_layout", None) is self._layouts.get(id(m), grad)
-                if not known and not self._is_same(m):
+                if not known and not (self.stage.gradients == "R" and self._is_same(m)):
                     return True
         return False
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,8 +137,9 @@ def backward(
     with raw():
         local, gradient = seeded(loss, gradient)
     # intercepted again: hooks and recomputation see DTensors
+    go = partial(torch.autograd.backward, local, gradient, **bound)
     with _recorded(bound, loss):
-        torch.autograd.backward(local, gradient, **bound)
+        went_back((loss,), go)
 
 
 @special(torch.autograd.grad)
@@ -206,6 +208,14 @@ def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[
 
 
 @torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
+def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
+    """A backward pass that begins at these, by ``go``; engines with stages on their mesh know of it."""
+    for x in roots:
+        if type(x) is DTensor and (beside := x._layout.mesh.outermost.beside) is not None:
+            return beside(roots, go)
+    return go()
+
+
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
     layout, share = x._layout, 1.0

@@ -1,0 +1,41 @@
+"""Backward passes that a program makes of parameters alone: penalties on those of a pipeline's stages.
+
+The engine has no part in such a graph. What it does with gradients hangs on the passes that it makes: so it
+is told of others before their first gradient, on all ranks, also on those whose stages they do not reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from espalier.engine.seen import SeenGradients
+from espalier.torch_private import raw
+
+
+def beside(roots: Sequence[torch.Tensor], go: Callable[[], None]) -> None:
+    """A backward pass by ``go``, of which the engines know whose parameters it leads to."""
+    for seen in _engines_of(roots):
+        go = partial(seen.of_others, go)
+    go()
+
+
+def _engines_of(roots: Iterable[torch.Tensor]) -> list[SeenGradients]:
+    """Those of a graph's parameters: the same on all ranks, as these have the same graph."""
+    found: dict[SeenGradients, None] = {}
+    with raw():
+        nodes: list[Any] = [x.grad_fn for x in roots]
+    known = set(nodes)
+    while nodes:
+        if (node := nodes.pop()) is None:
+            continue
+        held = getattr(node, "variable", None)  # of a leaf's node
+        if held is not None and "_seen" in held.__dict__:
+            found[held.__dict__["_seen"]] = None
+        new = {after for after, _ in node.next_functions} - known
+        known |= new
+        nodes += new
+    return list(found)

@@ -1,0 +1,200 @@
+"""In pipelines: losses that are sums, of calls and penalties, and gradients that a program takes or gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+
+TOLERANCE = 1e-10
+Program = Callable[[nn.Module, Any, int], list[Any]]
+
+
+class Tied(nn.Module):
+    """Its first and last layer share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 12, bias=False), nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+        self.second, self.last = nn.Sequential(nn.Linear(12, 12), nn.Tanh()), nn.Linear(6, 12, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.inner(self.first(x))) @ self.last.weight
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 12),
+        nn.Tanh(),
+        nn.Linear(12, 12),
+        nn.GELU(),
+        nn.Linear(12, 8),
+        nn.ReLU(),
+        nn.Linear(8, 6),
+    )
+
+
+def loss_of(model: nn.Module, number: int, rows: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(rows, 6, dtype=torch.float64, generator=generator)
+    return F.cross_entropy(model(x), torch.randint(0, 6, (rows,), generator=generator))
+
+
+def of_two_calls(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """As of a GAN's real and made rows; what is logged is asked for before and after."""
+    one, other = loss_of(model, 2 * step), loss_of(model, 2 * step + 1, rows=4)
+    if step == 0:
+        loss = (one + 0.5 * other) / 2
+    elif step == 1:
+        loss = sum([one, -other, other * 3])
+    else:
+        loss = other - torch.mul(one, -1)
+    seen = [loss.detach().item() if step == 1 else 0.0, float(loss.dim())]
+    loss.backward()
+    return [*seen, loss.item(), one.item()]
+
+
+def decay(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """A penalty on all parameters: within the loss, or by itself before it or after it."""
+    loss = loss_of(model, step)
+    penalty = 0.01 * sum(p.square().sum() for p in model.parameters())
+    if step == 0:
+        loss.backward()
+        penalty.backward()
+    elif step == 1:
+        penalty.backward()
+        loss.backward()
+    else:
+        loss = loss + penalty
+        loss.backward()
+    return [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+
+
+def sparse(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """A penalty on the first parameter alone, which lies in one stage; once nothing else goes back."""
+    penalty = 0.1 * next(model.parameters()).abs().sum()
+    loss = penalty if step == 1 else loss_of(model, step) + penalty
+    loss.backward()
+    return [nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+
+
+def weighed(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """By a number that is trained, too, by the program's own step."""
+    if step == 0:
+        optimizer.doubt = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    doubt = optimizer.doubt
+    loss = torch.exp(-doubt) * loss_of(model, step) + doubt
+    loss.backward()
+    with torch.no_grad():
+        doubt -= 0.1 * doubt.grad
+        doubt.grad = None
+    return [loss.item(), doubt.item()]
+
+
+def taken(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Gradients that are asked for are added to none; then they are what a step is made by."""
+    held = list(model.parameters())
+    if step == 1:
+        loss_of(model, 7).backward()
+    gradients = torch.autograd.grad(loss_of(model, step) + loss_of(model, step + 9), held)
+    seen = [torch.stack([g.norm() for g in gradients]).norm()]
+    for p, g in zip(held, gradients, strict=True):
+        assert (p.grad is None) == (step != 1)
+        p.grad = g if p.grad is None else p.grad + g.clamp(-0.01, 0.01)
+    return [*seen, nn.utils.clip_grad_norm_(held, 0.05)]
+
+
+def given(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Gradients by hand, alone and before a loss goes back."""
+    if step == 0:
+        loss_of(model, step).backward()
+        return []
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    if step == 2:
+        loss_of(model, step).backward()
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_mul_(gradients, 0.5)
+    return [nn.utils.clip_grad_norm_(model.parameters(), 0.02, norm_type=step * math.inf)]
+
+
+PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
+    of_two_calls: (layers, Tied),
+    decay: (layers,),  # tensors of several stages do not meet where stages have copies
+    sparse: (layers, Tied),
+    weighed: (layers,),
+    taken: (layers,),
+    given: (layers,),
+}
+PLANS: tuple[dict[str, Any], ...] = (
+    {"pipe": 4},
+    {"pipe": 2, "tensor": 2},
+    {"pipe": 2, "data": 2, "zero": 2, "accumulate": 2, "schedule": "interleaved", "stages_per_rank": 2},
+)
+ALSO: dict[Program, tuple[dict[str, Any], ...]] = {
+    decay: ({"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "zero": 3, "chunk_megabytes": 0.001}),
+    given: ({"pipe": 2, "data": 2, "zero": 1}, {"data": 4, "zero": 1}, {"data": 2, "tensor": 2, "zero": 2}),
+}
+
+
+def trained(program: Program, make: Callable[[], nn.Module], plan: dict[str, Any] | None) -> torch.Tensor:
+    """All that it has seen in three steps, and the parameters after them."""
+    torch.manual_seed(0)
+    model: Any = make().double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+        with torch.no_grad():
+            loss_of(model, 0)  # parameters are not used before they are laid out
+    seen: list[Any] = []
+    for step in range(3):
+        seen += program(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += model.state_dict().values()
+    return torch.cat([espalier.full_tensor(torch.as_tensor(x)).detach().flatten().double() for x in seen])
+
+
+def same(rank: int, world: int) -> None:
+    for program, models in PROGRAMS.items():
+        for make in models:
+            expected = trained(program, make, None)
+            for plan in (*PLANS, *ALSO.get(program, ())):
+                apart = (trained(program, make, plan) - expected).abs().max().item()
+                assert apart < TOLERANCE, f"{program.__name__} of {make.__name__} under {plan}: {apart}"
+
+
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+def test_sums_penalties_and_gradients_by_hand(ranks: Any) -> None:
+    ranks(4, same)
+
+
+def refused(rank: int, world: int) -> None:
+    model = layers().double()
+    prepared, _ = espalier.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": 2, "data": 2}
+    )
+    loss_of(prepared, 0).backward()
+    first, *_, last = model.parameters()
+    with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
+        (loss_of(prepared, 1) ** torch.ones((), dtype=torch.float64, requires_grad=True)).backward()
+    with pytest.raises(TypeError, match=r"create_graph=True(.|\n)*without pipe"):
+        torch.autograd.grad(loss_of(prepared, 1), [first], create_graph=True)
+    with pytest.raises(TypeError, match="the model's parameters"):
+        torch.autograd.grad(loss_of(prepared, 1), [torch.ones(2, requires_grad=True)])
+    here = first if first.to_local().device.type != "meta" else last  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"began at a plain tensor(.|\n)*full_tensor"):
+        here.full_tensor().sum().backward()  # type: ignore[operator]
+
+
+def test_what_is_no_sum_is_told(ranks: Any) -> None:
+    ranks(4, refused)
