@@ -126,9 +126,21 @@ def lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
 
 
 def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have states looked at before the next update: some may lie as others left them."""
-    for p in [p for p in optimizer.state if isinstance(p, DTensor) and not p._layout.mesh.is_member]:
-        del optimizer.state[p]  # of a stage of other ranks
+    """Have states looked at before the next update: some may lie as others left them.
+
+    Raises:
+        ValueError: all are of parameters in stages of other ranks.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
+    if elsewhere & set(optimizer.state) and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
+        raise ValueError(
+            "optimizer.load_state_dict: these states are of another rank's stages. In a pipeline "
+            "optimizer.state_dict() has those of a rank's own: load what this rank saved; or write "
+            "engine.save(path) and engine.load(path), of all stages and for any plan."
+        )
+    for p in elsewhere & set(optimizer.state):
+        del optimizer.state[p]
     optimizer._has_others_states = True  # type: ignore[attr-defined]
 
 

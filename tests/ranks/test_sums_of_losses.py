@@ -178,13 +178,23 @@ def test_sums_penalties_and_gradients_by_hand(ranks: Any) -> None:
     ranks(4, same)
 
 
+def of_another(states: Any) -> Any:
+    """What a rank of the other stage has, without its values."""
+    mine = sorted(states["state"])
+    others = [i for group in states["param_groups"] for i in group["params"] if i not in mine]
+    return {**states, "state": {i: {"momentum_buffer": None} for i in others}}
+
+
 def refused(rank: int, world: int) -> None:
     model = layers().double()
-    prepared, _ = espalier.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": 2, "data": 2}
+    prepared, optimizer = espalier.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), plan={"pipe": 2, "data": 2}
     )
     loss_of(prepared, 0).backward()
+    optimizer.step()
     first, *_, last = model.parameters()
+    with pytest.raises(ValueError, match=r"another rank's stages(.|\n)*engine.save"):
+        optimizer.load_state_dict(of_another(optimizer.state_dict()))
     with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
         (loss_of(prepared, 1) ** torch.ones((), dtype=torch.float64, requires_grad=True)).backward()
     with pytest.raises(TypeError, match=r"create_graph=True(.|\n)*without pipe"):

@@ -137,9 +137,8 @@ def backward(
     with raw():
         local, gradient = seeded(loss, gradient)
     # intercepted again: hooks and recomputation see DTensors
-    go = partial(torch.autograd.backward, local, gradient, **bound)
     with _recorded(bound, loss):
-        went_back((loss,), go)
+        went_back((loss,), partial(torch.autograd.backward, local, gradient, **bound))
 
 
 @special(torch.autograd.grad)
@@ -207,7 +206,6 @@ def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[
     return saving_places(mesh) if mesh is not None and options.get("create_graph") else nullcontext()
 
 
-@torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     """A backward pass that begins at these, by ``go``; engines with stages on their mesh know of it."""
     for x in roots:
@@ -216,6 +214,7 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     return go()
 
 
+@torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
     layout, share = x._layout, 1.0
