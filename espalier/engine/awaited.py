@@ -705,4 +705,4 @@ def _without_data(x: torch.Tensor) -> torch.Tensor:
 _SOUGHT_AWAITED = (torch.Tensor, Awaited)
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked
-_OF_EACH = frozenset("clone contiguous cpu cuda double float mean squeeze sum to type view_as".split())
+_OF_EACH = frozenset("clone contiguous cpu double float mean squeeze sum to type view_as".split())
