@@ -73,10 +73,11 @@ class ShardedStandIn(StandIn):
                 if func is None or name == "detach" or is_view(func, (p, None)):
                     hand_out(p, alias)
                 return alias
-            mark = written_mark(p)
-            if self._copy is None or self._copy[0] != mark or is_handed_out(p):
-                whole = self._owner.copy_of(m)
-                if whole is None and self._is_off() and (whole := self._owner.fetched(m)) is None:
+            mark, is_off = written_mark(p), self._is_off()
+            # what is off the device is adopted rank by rank: whether it is another is not asked there
+            if self._copy is None or self._copy[0] != mark or is_handed_out(p) or is_off:
+                whole = self._owner.fetched(m) if is_off else self._owner.copy_of(m)
+                if whole is None and is_off:
                     raise NotImplementedError(
                         f"{m.name} is off the device, is gathered in 8 bits, and is used by another module "
                         "than the one that owns it. Let that module hold the parameter too, or leave "
