@@ -417,6 +417,8 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return _done(func, args, kwargs)
     if not kwargs and (terms := _added(func, args)) is not None:
         return terms
+    if any(isinstance(x, _Sum) for x in awaited):
+        return _of_sums(func, args, kwargs)
     if any(x._source is not awaited[0]._source for x in awaited):
         args, kwargs, awaited = _of_one_call(args, kwargs, awaited)
     if func is not getattr:
@@ -438,11 +440,7 @@ def _of_one_call(
     """
     sought = [x for x in awaited if x._wants_grad()] or awaited[:1]
     if any(x._source is not sought[0]._source for x in sought):
-        raise ValueError(
-            "Outputs of two calls of the model meet. In a pipeline a loss is made of one call, or is a sum "
-            "of such losses, loss_a + 0.5 * loss_b: call the model on both inputs, "
-            "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
-        )
+        raise ValueError(_SEVERAL)
 
     def inner(x: Any) -> Any:
         return x.value() if isinstance(x, Awaited) and x._source is not sought[0]._source else x
@@ -490,8 +488,13 @@ class _Sum(Awaited):
     """Numbers that go back one after the other: losses of several calls, and penalties on parameters."""
 
     def __init__(self, terms: Sequence[_Term]) -> None:
+        losses: dict[Source, Awaited] = {}  # of each call one: it goes through the stages once
+        for loss in (term.loss for term in terms if term.loss is not None and term.factor is None):
+            before = losses.get(loss._source)
+            losses[loss._source] = loss if before is None else _kept(operator.add, (before, loss), {})
         super().__init__(next(term.loss._source for term in terms if term.loss is not None))
-        self._terms = terms
+        others = [term for term in terms if term.loss is None or term.factor is not None]
+        self._terms = [*map(_Term, losses.values()), *others]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -569,6 +572,25 @@ def _added(func: Callable[..., Any], args: Sequence[Any]) -> _Sum | None:
     )
 
 
+def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives for sums as numbers: no gradient goes back through it.
+
+    Raises:
+        ValueError: one would.
+    """
+    arguments = [list(args), dict(kwargs)]
+    sums = leaves(arguments, _Sum, _SOUGHT_AWAITED)
+    numbers = {id(x): x.value() for x in sums}
+    args, kwargs = tree_map(lambda x: numbers.get(id(x), x), arguments, _SOUGHT_AWAITED)
+    out = func(*args, **kwargs)
+    kept = leaves([out], _SOUGHT_AWAITED, _SOUGHT_AWAITED)
+    if any(x._wants_grad() for x in sums) and any(
+        isinstance(x, Awaited) or x.is_floating_point() for x in kept
+    ):
+        raise ValueError(_SEVERAL)
+    return out
+
+
 def _is_number(x: Any) -> bool:
     """Whether it surely has no dims."""
     shapes = x._shapes() if isinstance(x, Awaited) else x
@@ -615,9 +637,9 @@ def _gradients(
     held = set(map(id, loss._source.parameters()))
     if create_graph or is_grads_batched or grad_outputs is not None or any(id(x) not in held for x in sought):
         raise TypeError(
-            "torch.autograd.grad of what a pipeline has yet to compute: it gives the gradients of a loss "
-            "with respect to the model's parameters. Others, and those of gradients (create_graph=True), are "
-            "not where the loss is: take them in the model's forward, or train under a plan without pipe."
+            "torch.autograd.grad: In a pipeline it gives the gradients of a loss with respect to the model's "
+            "parameters. Others, and those of gradients (create_graph=True), are not where the loss is: take "
+            "them in the model's forward, or train under a plan without pipe."
         )
     with loss._source.aside():
         loss.backward(retain_graph=retain_graph)
@@ -702,6 +724,11 @@ def _without_data(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
+_SEVERAL = (
+    "Outputs of two calls of the model meet. In a pipeline a loss is made of one call, or is a sum "
+    "of such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both inputs, "
+    "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
+)
 _SOUGHT_AWAITED = (torch.Tensor, Awaited)
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked

@@ -54,7 +54,8 @@ def of_two_calls(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     if step == 0:
         loss = (one + 0.5 * other) / 2
     elif step == 1:
-        loss = sum([one, -other, other * 3])
+        loss = sum([one, -other, other * 3, one])
+        assert torch.isfinite(loss) and not loss > 1e9
     else:
         loss = other - torch.mul(one, -1)
     seen = [loss.detach().item() if step == 1 else 0.0, float(loss.dim())]
@@ -197,6 +198,11 @@ def refused(rank: int, world: int) -> None:
         optimizer.load_state_dict(of_another(optimizer.state_dict()))
     with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
         (loss_of(prepared, 1) ** torch.ones((), dtype=torch.float64, requires_grad=True)).backward()
+    loss = loss_of(prepared, 1) + loss_of(prepared, 2)
+    with pytest.raises(ValueError, match=r"is a sum(.|\n)*torch.cat"):
+        torch.exp(loss)
+    with pytest.raises(ValueError, match=r"is a sum(.|\n)*torch.cat"):
+        loss.pow(2)
     with pytest.raises(TypeError, match=r"create_graph=True(.|\n)*without pipe"):
         torch.autograd.grad(loss_of(prepared, 1), [first], create_graph=True)
     with pytest.raises(TypeError, match="the model's parameters"):
