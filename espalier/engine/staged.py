@@ -74,7 +74,6 @@ class Staged(Passes):
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
-        self._is_running = False  # stages compute
 
     # ---- to lay out
 
@@ -293,12 +292,12 @@ class Staged(Passes):
         assert self.data is not None
         self._runs += 1
         self.data.begin_forward()
-        self._is_running = True
+        self.mesh.beside = None  # what stages compute goes back as it is
         try:
             with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
                 self.stages.runtime.run(schedule, work.agreed, work)
         finally:
-            self._is_running = False
+            self.mesh.beside = beside
         work.leave()
         if self.mesh.is_dry and self._failure is not None:
             raise self._failure
@@ -392,7 +391,7 @@ class Staged(Passes):
         Raises:
             ValueError: the engine scales losses, and could not scale this one.
         """
-        if self._is_running or self.mesh.is_dry:
+        if self.mesh.is_dry:
             return go()
         if self.scaler is not None:
             raise ValueError(
