@@ -288,15 +288,16 @@ def test_the_commands_of_the_ready_files_train(tmp_path, name):
     reason="hosts are played by network namespaces, which need Linux, root and iproute2",
 )
 def test_a_host_that_is_cut_off_and_comes_back_trains_on():
-    for _ in range(2):
-        done = subprocess.run(
-            # so many steps that the first host has some left when the second is back
-            [sys.executable, str(ROOT / "benchmarks/hosts.py"), "--steps", "360"],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=900,  # less than one minute on a quiet machine
-        )
+    # so many steps that the first host has some left when the second is back
+    command = [sys.executable, str(ROOT / "benchmarks/hosts.py"), "--steps", "360"]
+    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True}
+    for is_last in (False, True):
+        try:  # less than one minute on a quiet machine
+            done = subprocess.run(command, text=True, timeout=400, **options)
+        except subprocess.TimeoutExpired:
+            if is_last:
+                raise
+            continue
         # on a busy machine torch's agent may give its own store up before it hears from it
         if "RendezvousConnectionError" not in done.stderr:
             break
