@@ -38,6 +38,7 @@ class SeenGradients:
     Attributes:
         is_stepping: whether an optimizer updates: it finds this rank's own gradients alone.
         is_scaled: whether gradients have the scale that the loss had, where there is any.
+        are_given: whether the program has set some by hand, in stages: on all ranks alike.
 
     Args:
         mesh: all of it, stages too.
@@ -55,7 +56,7 @@ class SeenGradients:
         self._module, self._mesh, self._plan = module, mesh, plan
         self._counted, self._scaler = counted, scaler
         self._noted: tuple[int, int] | None = None
-        self._is_finished = self._is_given = False  # on all ranks alike: by the engine, by hand
+        self._is_finished = self.are_given = False  # on all ranks alike
         self._reasons: list[str] = []  # to bar them; the parameters hold it
         self._is_partial = scaler is not None or plan.pipe > 1
         self.is_stepping, self.is_scaled = False, True
@@ -139,7 +140,7 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         here = p._layout.mesh
-        self._is_given = self._is_given or grad is not None
+        self.are_given = self.are_given or grad is not None
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:
             grad = brought(grad, here)
         if not here.is_member:
@@ -167,7 +168,7 @@ class SeenGradients:
         """There are none."""
         self._reasons.clear()
         self._elsewhere.clear()
-        self._noted, self._is_finished, self._is_given = None, False, False
+        self._noted, self._is_finished, self.are_given = None, False, False
 
     def note(self) -> None:
         """Remember gradients as they were finished, where they are not those of the whole batch."""
@@ -202,7 +203,7 @@ class SeenGradients:
         """
         parameters = list(parameters)
         counted = self._counted()
-        if counted is None or not (self._is_finished or self._is_given or self.is_stepping):
+        if counted is None or not (self._is_finished or self.are_given or self.is_stepping):
             return None
         if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
             return None  # other ranks update others, and ask for these

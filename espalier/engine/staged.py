@@ -15,7 +15,7 @@ from torch import nn
 
 from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import Board, agree, numbers_of_all
+from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, detached
@@ -425,8 +425,7 @@ class Staged(Passes):
 
     def _tell_of_gradients(self) -> None:
         """Let all ranks know which gradients stages have."""
-        tells = self._tells_of_gradients()
-        if self._board is not None and any(told for (told,) in numbers_of_all([int(tells)], self.mesh)):
+        if self._board is not None and any_says(self._tells_of_gradients(), self.mesh):
             self._board.turn()
 
     @property
@@ -437,7 +436,8 @@ class Staged(Passes):
     def finish(self) -> None:
         assert self.data is not None
         self.seen.admit()
-        self.data.gradients.finish()  # those given by hand, too
+        if not self._is_finished or self.seen.are_given:
+            self.data.gradients.finish()
         if not self._is_finished:
             self._is_finished = True
             self._sum_shared(self.data)

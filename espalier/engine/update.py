@@ -133,13 +133,14 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
-    if elsewhere & set(optimizer.state) and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
+    strange = elsewhere & set(optimizer.state)
+    if strange and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
         raise ValueError(
             "optimizer.load_state_dict: these states are of another rank's stages. In a pipeline "
             "optimizer.state_dict() has those of a rank's own: load what this rank saved; or write "
             "engine.save(path) and engine.load(path), of all stages and for any plan."
         )
-    for p in elsewhere & set(optimizer.state):
+    for p in strange:
         del optimizer.state[p]
     optimizer._has_others_states = True  # type: ignore[attr-defined]
 

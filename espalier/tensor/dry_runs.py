@@ -16,7 +16,14 @@ from espalier.comm.dry import know, values_of, without_data
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.mesh import Mesh
 from espalier.tensor.observers import site, user_frame
-from espalier.tensor.random import at_position, is_drawing_by_key, same_position, same_seed, without_tag
+from espalier.tensor.random import (
+    REJECTING,
+    at_position,
+    is_drawing_by_key,
+    same_position,
+    same_seed,
+    without_tag,
+)
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DispatchMode,
@@ -661,7 +668,7 @@ class Drawing(DispatchMode):
         with raw():
             args, kwargs = _all_without_data(func, args, kwargs)
             # how often these draw hangs on values: where these are known, they are the same again
-            rejects = func.overloadpacket.__name__ in _REJECTING
+            rejects = func.overloadpacket.__name__ in REJECTING
             made = torch.empty_like(args[0]) if rejects and args[0].is_meta else None  # not all can do that
             if not _draws(func, kwargs):
                 return remembered(func, args, kwargs) if made is None else made
@@ -697,10 +704,7 @@ def _draws(func: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
         return False
     name = func.overloadpacket.__name__
-    return not is_drawing_by_key() and (name in _REJECTING or not name.startswith("_"))
-
-
-_REJECTING = frozenset("binomial _standard_gamma _sample_dirichlet".split())
+    return not is_drawing_by_key() and (name in REJECTING or not name.startswith("_"))
 
 
 def _known(x: Any) -> Any:

@@ -25,7 +25,7 @@ from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in, version
 from espalier.tensor.observers import user_frame
-from espalier.tensor.random import drawing_alike, drawing_by_key
+from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
 from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, with_torch_functions
 from espalier.trees import tensors_in, tree_map
 
@@ -65,8 +65,7 @@ _DRAWING = frozenset(
     fractional_max_pool3d_with_indices svd_lowrank pca_lowrank lobpcg
     """.split()
 )
-# and so many of them as its values say
-_REJECTING = frozenset("binomial _standard_gamma _sample_dirichlet _Dirichlet".split())
+_REJECTING = REJECTING | {"_Dirichlet"}
 
 
 def function_of(func: Callable[..., Any]) -> type[Function] | None:

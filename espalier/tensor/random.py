@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import ClassVar
 
 import torch
@@ -159,7 +160,9 @@ _KEYS = 1 << 16  # keys that can be drawn again
 _STARTS = 1 << 8
 _TAGS = 1 << 10
 
-_by_key = 0
+REJECTING = frozenset("binomial _standard_gamma _sample_dirichlet".split())
+"""Calls of torch that draw as often as values say: numbers are rejected until one fits."""
+_by_key: ContextVar[bool] = ContextVar("espalier.by_key", default=False)
 
 
 class Stream:
@@ -311,18 +314,17 @@ def drawing_by_key(mesh: Mesh, generator: torch.Generator | None = None) -> Iter
     However much it draws, it takes that one key of the program's: how often a value is rejected nobody else
     knows.
     """
-    global _by_key
     key = draw_key(mesh, generator)
     device = mesh.device() if not mesh.is_dry and is_accelerator(mesh.device_type) else None
     own, of_device = torch.get_rng_state(), None if device is None else get_rng_state(device)
     torch.default_generator.manual_seed(int(key))
     if device is not None:
         seed_generator(device, int(key))
-    _by_key += 1
+    before = _by_key.set(True)
     try:
         yield
     finally:
-        _by_key -= 1
+        _by_key.reset(before)
         torch.set_rng_state(own)
         if device is not None and of_device is not None:
             set_rng_state(device, of_device)
@@ -330,7 +332,7 @@ def drawing_by_key(mesh: Mesh, generator: torch.Generator | None = None) -> Iter
 
 def is_drawing_by_key() -> bool:
     """Whether a :func:`drawing_by_key` is open."""
-    return _by_key > 0
+    return _by_key.get()
 
 
 def _put(mesh: Mesh, tag: int, stream: Stream) -> None:
