@@ -272,6 +272,11 @@ DOORS = {
 }
 
 
+def converts_itself(module: torch.nn.Module) -> bool:
+    """Whether ``module.to(...)`` reaches more than parameters and buffers: the states of torchmetrics, say."""
+    return type(module)._apply is not torch.nn.Module._apply
+
+
 def wrap_door(name: str, wrapper: Callable[[Any], Any]) -> None:
     """Put ``wrapper(function)`` in the place of one of ``DOORS``, once; nothing where torch lacks it."""
     module, _, path = DOORS[name].partition(":")

@@ -32,6 +32,8 @@ import espalier
 from espalier.device import VISIBLE, accelerator, count
 
 ROOT = Path(__file__).resolve().parent.parent
+# this checkout first, and then what the caller has named
+SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 CHECKS = str(ROOT / "tools" / "gpu_checks.py")
 SHARES = (2, 30)  # from this version of NCCL on ranks may share a device
 LINES = 60  # of a section's words on the page
@@ -143,7 +145,7 @@ def sections() -> list[Section]:
 def devices_by_name() -> list[str]:
     """The devices' names, asked for in a process of its own: to ask may open a context on one, for good."""
     ask = "from espalier.device import names; print(*names(), sep='\\n')"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": SEARCHED}
     told = subprocess.run(
         [sys.executable, "-c", ask], cwd=ROOT, env=env, text=True, capture_output=True, check=False
     )
@@ -159,7 +161,7 @@ def run(section: Section, left: float) -> Outcome:
     if left < LEAST:
         return Outcome(section, None, f"no time was left: --minutes N, or --only {section.name}")
     limit = min(section.limit, left)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **section.env}
+    env = {**os.environ, "PYTHONPATH": SEARCHED, "OMP_NUM_THREADS": "1", **section.env}
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *section.argv], cwd=ROOT, env=env, text=True, errors="replace",

@@ -24,7 +24,10 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import LossScale
 from espalier.tensor import DTensor, plain, redistribute, stamp
-from espalier.torch_private import foreach_mul_, foreach_norms, raw
+from espalier.torch_private import foreach_mul_, foreach_norms, getter, method, raw
+
+# the C functions themselves: this is the way of every step
+_device, _dtype, _is_complex = getter("device"), getter("dtype"), method("is_complex")
 
 
 class Rider(NamedTuple):
@@ -54,12 +57,12 @@ class Norm:
 
     def __init__(self, counted: Sequence[torch.Tensor], mesh: Mesh, riders: Sequence[Rider] = ()) -> None:
         with raw():
-            total = torch.zeros((), dtype=torch.float64, device=mesh.device())
-            if counted:
-                real = [torch.view_as_real(g) if g.is_complex() else g for g in counted]
-                total = moved(_norms(real).to(total.dtype), total.device).square().sum()
+            total = _norm_here(counted, mesh.device())
+            self._is_known = mesh.size() == 1
+            if not self._is_known:
+                total = total.square()
             shares = [[x.to(total) for x in rider.shares] for rider in riders]
-            self._sums = torch.stack([total, *itertools.chain(*shares)])
+            self._sums = torch.stack([total, *itertools.chain(*shares)]) if shares else total.view(1)
             sums = self._sums[1:].split([*map(len, shares)]) if riders else ()
             self._unheard = [*zip(riders, (part.unbind() for part in sums), strict=True)][::-1]
             urgent = any(rider.at_once for rider in riders)
@@ -81,7 +84,7 @@ class Norm:
         """The norm on every rank: plain, float64, not finite where a gradient is not."""
         self._hear(late=True)
         with raw():
-            return self._sums[0].sqrt()
+            return self._sums[0] if self._is_known else self._sums[0].sqrt()
 
 
 def loss_riders(
@@ -142,9 +145,18 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | f
             foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 
 
-def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
+def _norm_here(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of what is counted on this rank, in float64, on a device."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if any(map(_is_complex, grads)):
+        grads = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+    return torch.linalg.vector_norm(moved(_norms(grads), device), dtype=torch.float64)
+
+
+def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each, where some may be off the device; no square overflows that need not."""
-    devices = {g.device for g in grads}
+    devices = set(map(_device, grads))
     if len(devices) == 1:
         return _alike_norms(grads)
     norms = torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
@@ -154,13 +166,14 @@ def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
     return norms
 
 
-def _alike_norms(grads: list[torch.Tensor]) -> torch.Tensor:
-    wide = any(g.dtype.itemsize > 4 for g in grads)
+def _alike_norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    dtypes = set(map(_dtype, grads))
+    wide = any(dtype.itemsize > 4 for dtype in dtypes)
     if is_accelerator(grads[0].device) and not wide:
         # most have few units for float64: it would take longer than reading the gradients does. A finite one
         # whose square overflows float32 counts as not finite
         return torch.stack(foreach_norms(grads, 2, dtype=torch.float32))
-    if grads[0].device.type == "cpu" and {g.dtype for g in grads} == {torch.float32}:
+    if grads[0].device.type == "cpu" and dtypes == {torch.float32}:
         # ten times as fast there as a sum in float64, which is left for squares that overflow
         norms = torch.stack(foreach_norms(grads, 2))
         if math.isfinite(norms.sum(dtype=torch.float64)):

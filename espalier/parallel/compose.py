@@ -41,7 +41,7 @@ from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
 from espalier.tensor.traces import NotCopiedError
-from espalier.torch_private import raw, swap_impls, use_count
+from espalier.torch_private import converts_itself, raw, swap_impls, use_count
 
 
 class Arrangement(dict[str, Layout]):
@@ -291,9 +291,14 @@ def _share_parameters(
 
 
 def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank has the first one's buffers, which stay plain tensors."""
+    """Every rank has the first one's buffers, which stay plain tensors.
+
+    What a module without parameters holds beside them, and moves itself, comes to the device, too.
+    """
     home = mesh.within or mesh
     for module in model.modules():
+        if converts_itself(module) and not mesh.is_dry and next(module.parameters(), None) is None:
+            module.to(mesh.device())
         if not mesh.is_dry:
             make_the_rest_real(module)
         for name, b in module._buffers.items():

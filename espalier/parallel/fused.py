@@ -32,7 +32,7 @@ _STRIDED = {torch.strided}
 # the C functions themselves: this is the way of every step
 _in_a_row, _nbytes = method("is_contiguous"), getter("nbytes")
 _grad = getter("grad")
-_dtype, _is_cpu = (getter(name) for name in ("dtype", "is_cpu"))
+_device, _dtype, _is_cpu = (getter(name) for name in ("device", "dtype", "is_cpu"))
 _layout = getter("layout")
 _WRONG = (torch.bfloat16, torch.float16)  # for SGD: up to torch 2.13 at least, whole vectors are not updated
 
@@ -137,7 +137,7 @@ def _suits(
 
 def _has_device_kernel(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
     """Whether all are on accelerators, for which torch has a fused kernel."""
-    kinds = {p.device.type for p in params}
+    kinds = {device.type for device in set(map(_device, params))}
     return (
         type(optimizer) in _OF_ACCELERATORS
         and all(map(is_accelerator, kinds))
@@ -149,8 +149,11 @@ def _bring_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tenso
     """A fused kernel wants the count of steps where the parameter is: it may come from the host, once."""
     if all(map(_is_cpu, params)):
         return
-    for p in params:
-        state = optimizer.state.get(p, {})
+    held = [optimizer.state.get(p, {}) for p in params]
+    counts = [state["step"] for state in held if isinstance(state.get("step"), torch.Tensor)]
+    if len(set(map(_device, counts)) | {*map(_device, params)}) == 1:
+        return  # as after the first step
+    for p, state in zip(params, held, strict=True):
         step = state.get("step")
         if isinstance(step, torch.Tensor) and step.device != p.device and not p.is_meta:
             state["step"] = moved(step, p.device)

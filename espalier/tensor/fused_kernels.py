@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from espalier.comm.custom_ops import observed
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
 from espalier.tensor.random import Key, addends
-from espalier.torch_private import FakeTensor, open_transform
+from espalier.torch_private import FakeTensor, getter, method, open_transform
 
 _BLOCK = 1024  # elements of a dropout that one program takes
 _DIMS = 4  # that it can tell apart
@@ -27,6 +27,9 @@ _DIMS = 4  # that it can tell apart
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 _ALIGNED = 16  # bytes: what begins there is read in whole vectors
 _TILE = 16  # the least side of a product of tiles
+# the C functions themselves: this is the way of every call
+_address, _stride = method("data_ptr"), method("stride")
+_device, _dtype, _shape = (getter(name) for name in ("device", "dtype", "shape"))
 # by kernel and bytes of a row, the queries and keys that are taken at once, warps, stages: those of up to 256
 # bytes as measured on an H200
 _SIDES: Mapping[str, Mapping[int, tuple[int, int, int, int]]] = {
@@ -45,10 +48,42 @@ def _kernels() -> Any:
     return import_module("espalier.tensor.triton_kernels")
 
 
+class _Compiled:
+    """A kernel that Triton compiled, once it has, with its constants."""
+
+    __slots__ = ("_call", "_driver", "_hooks", "_kernel", "fixed", "is_known")
+
+    def __init__(self) -> None:
+        self.is_known = False
+
+    def keep(self, kernel: Any, fixed: Sequence[Any]) -> None:
+        """Note it; it was launched."""
+        self._kernel, self._call = kernel, (kernel.function, kernel.packed_metadata, None, None, None)
+        self._driver = import_module("triton.runtime.driver").driver
+        self._hooks = import_module("triton").knobs.runtime
+        self.fixed, self.is_known = tuple(fixed), True
+
+    def start(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """On the current device and stream: with what Triton gives a launcher, but for hooks that nobody set."""
+        kernel, hooks = self._kernel, self._hooks
+        x, y, z = (*grid, 1, 1)[:3]
+        if _is_heard(hooks.launch_enter_hook) or _is_heard(hooks.launch_exit_hook):
+            kernel[x, y, z](*args)
+            return
+        driver = self._driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        kernel.run(x, y, z, stream, *self._call, *args)
+
+
+def _is_heard(hook: Any) -> bool:
+    """Whether a hook of Triton's, or a chain of such, calls anyone."""
+    return bool(getattr(hook, "calls", hook))
+
+
 @lru_cache(maxsize=4096)
-def _compiled(*of: Any) -> list[Any]:
-    """Where the kernel that Triton compiled for such arguments is held, with its constants."""
-    return []
+def _compiled(*of: Any) -> _Compiled:
+    """The kernel for such arguments."""
+    return _Compiled()
 
 
 def launch(
@@ -62,18 +97,19 @@ def launch(
     """
     if 0 in grid:
         return
-    looks = [(x.dtype, x.data_ptr() % _ALIGNED) for x in tensors]
-    narrow = [-(1 << 31) <= part < 1 << 31 for part in key]
-    held = _compiled(name, tensors[0].device, *looks, *narrow, numbers, *constants.values())
+    first, second = key
+    narrow = -(1 << 31) <= first < 1 << 31, -(1 << 31) <= second < 1 << 31
+    looks = [address % _ALIGNED for address in map(_address, tensors)]
+    device = _device(tensors[0])
+    held = _compiled(name, device, *map(_dtype, tensors), *looks, narrow, numbers, *constants.values())
     with on_device_of(tensors[0]):
-        if held:
-            kernel, fixed = held
-            kernel[*grid, *(1,) * (3 - len(grid))](*tensors, *key, *numbers, *fixed)
+        if held.is_known:
+            held.start(grid, (*tensors, *key, *numbers, *held.fixed))
             return
         function = getattr(_kernels(), name)
         kernel = function[grid](*tensors, *key, *numbers, **constants)
         if kernel is not None:  # the interpreter compiles none
-            held += kernel, [constants[x] for x in function.arg_names if x in constants]
+            held.keep(kernel, [constants[x] for x in function.arg_names if x in constants])
 
 
 # ---- dropout
@@ -95,9 +131,20 @@ class Drawn(NamedTuple):
     def of(cls, key: int, p: float) -> Drawn:
         """By a key, with probability p; as ``uniform(..., float32) >= p``."""
         first, second = addends(key)
-        rounded: float = struct.unpack("f", struct.pack("f", p))[0]
         assert isinstance(first, int) and isinstance(second, int)
-        return cls(first, second, math.ceil(rounded * (1 << 24)))
+        return cls(first, second, _threshold(p))
+
+
+@lru_cache(maxsize=64)
+def _threshold(p: float) -> int:
+    rounded: float = struct.unpack("f", struct.pack("f", p))[0]
+    return math.ceil(rounded * (1 << 24))
+
+
+@lru_cache(maxsize=64)
+def _bits_of(x: float) -> int:
+    bits: int = struct.unpack("q", struct.pack("d", x))[0]
+    return bits
 
 
 class Numbering(NamedTuple):
@@ -148,8 +195,7 @@ def dropped(x: torch.Tensor, layout: Layout, key: Key, p: float, inplace: bool) 
     numbering = _numbering(layout)
     if numbering is None or x.shape != numbering.sizes or (inplace and not x.is_contiguous()):
         return None
-    out: torch.Tensor = _Dropped.apply(x, Drawn.of(key, p), 1 / (1 - p), numbering, inplace)
-    return out
+    return _apply(x, Drawn.of(key, p), 1 / (1 - p), numbering, inplace)
 
 
 class _Dropped(torch.autograd.Function):
@@ -165,23 +211,33 @@ class _Dropped(torch.autograd.Function):
         ctx.given = drawn, scale, numbering
         if inplace:
             ctx.mark_dirty(x)
-        given = x.contiguous()
-        out = x if inplace else torch.empty_like(given)
-        bits = struct.unpack("q", struct.pack("d", scale))[0]
-        numbers = given.numel(), drawn.threshold, bits, numbering.base, *numbering.steps
-        grid = (-(-given.numel() // _BLOCK),)
-        launch("drop", grid, (given, out), drawn[:2], numbers, DIMS=numbering.dims, BLOCK=_BLOCK)
-        return out
+        return _drop(x, drawn, scale, numbering, inplace)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        drops = None if grad is None else _Dropped.apply(grad, *ctx.given, False)
+        drops = None
+        if grad is not None:
+            drops = (_apply if torch.is_grad_enabled() else _drop)(grad, *ctx.given, False)
         return drops, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        drops: torch.Tensor = _Dropped.apply(tangent, *ctx.given, False)
-        return drops
+        return _apply(tangent, *ctx.given, False)
+
+
+# nobody is to see these calls: :func:`serve` has seen to it
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Dropped).apply
+
+
+def _drop(x: torch.Tensor, drawn: Drawn, scale: float, numbering: Numbering, inplace: bool) -> torch.Tensor:
+    given = x.contiguous()
+    out = x if inplace else torch.empty_like(given)
+    count = given.numel()
+    numbers = count, drawn.threshold, _bits_of(scale), numbering.base, *numbering.steps
+    launch(
+        "drop", (-(-count // _BLOCK),), (given, out), drawn[:2], numbers, DIMS=numbering.dims, BLOCK=_BLOCK
+    )
+    return out
 
 
 # ---- attention
@@ -204,53 +260,116 @@ class Dropout(NamedTuple):
 
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether :func:`attention` takes such queries, keys and values."""
-    alike = q.dtype == k.dtype == v.dtype
-    return alike and max(q.shape[-1], v.shape[-1]) <= _WIDEST.get(q.dtype, 0) and serve(q)
+    dtype = q.dtype
+    alike = dtype is k.dtype and dtype is v.dtype
+    return alike and max(q.shape[-1], v.shape[-1]) <= _WIDEST.get(dtype, 0) and serve(q)
+
+
+class _Lies(NamedTuple):
+    """How queries, keys, values or a gradient [b, h, s, d] lie in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Lies:
+        return cls(_shape(x), _stride(x))
+
+    def rows_of(self, width: int) -> _Lies:
+        """Of a new tensor of rows of a width, whose dims lie in memory in the order of these."""
+        sizes = (*self.shape[:3], width)
+        return _Lies(sizes, _dense(sizes, self.stride))
 
 
 class _Call:
-    """What forward and backward kernels are told alike."""
+    """What forward and backward kernels are told alike of tensors that lie so, and of what is dropped.
+
+    Attributes:
+        out: how the output lies.
+        grads: how the gradients of queries, keys and values do.
+    """
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-        ahead: int | None, scale: float, drops: Dropout | None,
+        self, q: _Lies, k: _Lies, v: _Lies, bias: tuple[int, ...], kind: str, ahead: int | None,
+        scale: float, drops: Dropout | None, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        q, k, v = self.given = _rowwise(q), _rowwise(k), _rowwise(v)
-        self.bias = q if bias is None else bias.expand(*q.shape[:3], k.shape[2])
-        self.strides = (0,) * 4 if bias is None else self.bias.stride()
-        self.key, drawn = (0, 0), (0, 1.0, 0, 0, 0, 0)
+        drawn: tuple[float, ...] = (0, 1.0, 0, 0, 0, 0)
         if drops is not None:
             factor = 0.0 if drops.p == 1 else 1 / (1 - drops.p)
-            first, second, threshold = Drawn.of(drops.key, drops.p)
-            self.key, drawn = (first, second), (threshold, factor, drops.base, *drops.steps)
-        heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
-        self.numbers = heads, heads // max(k.shape[1], 1), rows, columns, scale, ahead or 0, *drawn
-        d, e = q.shape[3], v.shape[3]
+            drawn = (_threshold(drops.p), factor, drops.base, *drops.steps)
+        (batch, heads, rows, d), (_, groups, columns, e) = q.shape, v.shape
+        self._numbers = heads, heads // max(groups, 1), rows, columns, scale, ahead or 0, *drawn
+        self._strides = *q.stride[:3], *k.stride[:3], *v.stride[:3], *bias
         padded = [max(_TILE, 1 << (n - 1).bit_length()) for n in (d, e)]
-        self.row = max(padded) * q.dtype.itemsize  # bytes: they limit how many rows are taken at once
-        self.constants = {
+        self._row = max(padded) * dtype.itemsize  # bytes: they limit how many rows are taken at once
+        self._constants = {
             "D": d, "E": e, "DP": padded[0], "EP": padded[1],
-            "BIAS": "none" if bias is None else "bool" if bias.dtype is torch.bool else "float",
-            "CAUSAL": ahead is not None, "DROPS": drops is not None,
-            "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+            "BIAS": kind, "CAUSAL": ahead is not None, "DROPS": drops is not None,
+            "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
         }  # fmt: skip
+        self._tiles = {"M": (batch * heads, rows), "N": (batch * groups, columns)}
+        self.out = q.rows_of(e)
+        self.grads = q.rows_of(d), k.rows_of(d), v.rows_of(e)
 
-    def launch(
-        self, name: str, of: torch.Tensor, side: str, tensors: Sequence[torch.Tensor],
-        by_row: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Start a kernel whose programs each take a tile of rows of ``of``.
+    def told(self, name: str, side: str, by_row: Sequence[_Lies]) -> _Told:
+        """What a kernel is whose programs each take a tile of rows.
 
         Args:
             side: the tile's, "M" of queries or "N" of keys.
-            tensors: that it takes beside those given; of ``by_row`` it is told the strides.
+            by_row: whose strides it is told.
         """
-        taken = _taken(name, self.row)
-        strides = [n for x in (*self.given, *by_row) for n in x.stride()[:3]]
-        strides[9:9] = self.strides
-        grid = (of.shape[0] * of.shape[1], -(-of.shape[2] // taken[side]))  # of the second: up to 65,535
-        numbers = (*strides, *self.numbers)
-        launch(name, grid, (*self.given, self.bias, *tensors), self.key, numbers, **self.constants, **taken)
+        taken = _taken(name, self._row)
+        count, rows = self._tiles[side]
+        numbers = (*self._strides, *(n for x in by_row for n in x.stride[:3]), *self._numbers)
+        grid = (count, -(-rows // taken[side]))  # of the second: up to 65,535
+        return _Told(name, grid, numbers, {**self._constants, **taken})
+
+
+class _Told(NamedTuple):
+    """A kernel's call, but for tensors and key."""
+
+    name: str
+    grid: tuple[int, ...]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+
+    def launch(self, tensors: Sequence[torch.Tensor], key: tuple[int, int]) -> None:
+        """Start it."""
+        launch(self.name, self.grid, tensors, key, self.numbers, **self.constants)
+
+
+@lru_cache(maxsize=4096)
+def _forward_of(*of: Any) -> tuple[_Lies, _Told]:
+    """How the output lies, and the kernel that makes it, of what a :class:`_Call` is made of."""
+    call = _Call(*of)
+    return call.out, call.told("attend", "M", [call.out])
+
+
+@lru_cache(maxsize=4096)
+def _backward_of(grad: _Lies, out: _Lies, *of: Any) -> tuple[tuple[_Lies, ...], _Told, _Told]:
+    """How the gradients lie, and the kernels that make them, of a gradient and an output."""
+    call = _Call(*of)
+    dq, dk, dv = call.grads
+    queries = call.told("attend_back_queries", "M", [grad, out, dq])
+    return call.grads, queries, call.told("attend_back_keys", "N", [grad, dk, dv])
+
+
+def _given(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, ahead: int | None,
+    scale: float, drops: Dropout | None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], tuple[Any, ...]]:  # fmt: skip
+    """The tensors, with elements of a row side by side; the key; and what a :class:`_Call` is made of."""
+    q, k, v = map(_rowwise, (q, k, v))
+    key = (0, 0)
+    if drops is not None:
+        first, second, _ = Drawn.of(drops.key, drops.p)
+        key, drops = (first, second), drops._replace(key=0)
+    lies = _Lies.of(q), _Lies.of(k), _Lies.of(v)
+    if bias is None:
+        return (q, k, v, q), key, (*lies, (0,) * 4, "none", ahead, scale, drops, _dtype(q))
+    bias = bias.expand(*lies[0].shape[:3], lies[1].shape[2])
+    kind = "bool" if bias.dtype is torch.bool else "float"
+    return (q, k, v, bias), key, (*lies, _stride(bias), kind, ahead, scale, drops, _dtype(q))
 
 
 def _taken(name: str, row: int) -> dict[str, int]:
@@ -267,10 +386,8 @@ def _rowwise(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _lying_as(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of rows of a width, whose dims lie in memory in the order of those of ``x``."""
-    sizes = (*x.shape[:3], width)
-    return x.new_empty_strided(sizes, _dense(sizes, x.stride()), dtype=dtype)
+def _new(like: torch.Tensor, lies: _Lies, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(*lies, dtype=dtype, device=_device(like))
 
 
 @lru_cache(maxsize=4096)
@@ -297,10 +414,11 @@ def attention(
     Returns:
         the output [b, h, s, e], and lse [b, h, s] in float32: minus infinity for a query that sees no key.
     """
-    call = _Call(q, k, v, bias, ahead, scale, drops)
-    out = _lying_as(q, v.shape[3], q.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    call.launch("attend", q, "M", (out, lse), (out,))
+    tensors, key, of = _given(q, k, v, bias, ahead, scale, drops)
+    lies, kernel = _forward_of(*of)
+    out = _new(q, lies, _dtype(q))
+    lse = torch.empty(lies.shape[:3], dtype=torch.float32, device=_device(q))
+    kernel.launch((*tensors, out, lse), key)
     return out, lse
 
 
@@ -315,10 +433,11 @@ def attention_back(
         grad: of the output; out, lse: of all blocks of keys, finite. The rest: as of :func:`attention`.
         dtype: of the gradients: that in which they are added up, or that of the queries.
     """
-    call = _Call(q, k, v, bias, ahead, scale, drops)
+    tensors, key, of = _given(q, k, v, bias, ahead, scale, drops)
     grad, out, lse = _rowwise(grad), _rowwise(out), lse.float().contiguous()
+    lies, of_queries, of_keys = _backward_of(_Lies.of(grad), _Lies.of(out), *of)
     delta = torch.empty_like(lse)
-    dq, dk, dv = (_lying_as(x, x.shape[3], dtype) for x in (q, k, v))
-    call.launch("attend_back_queries", q, "M", (grad, out, lse, delta, dq), (grad, out, dq))
-    call.launch("attend_back_keys", k, "N", (grad, lse, delta, dk, dv), (grad, dk, dv))
+    dq, dk, dv = (_new(q, of_one, dtype) for of_one in lies)
+    of_queries.launch((*tensors, grad, out, lse, delta, dq), key)
+    of_keys.launch((*tensors, grad, lse, delta, dk, dv), key)
     return dq, dk, dv

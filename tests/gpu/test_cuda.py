@@ -156,10 +156,9 @@ def test_dropout_trains_as_on_the_cpu() -> None:
 
 AWAY: dict[str, Any] = {"offload": {"states": "host"}}
 ALL_AWAY: dict[str, Any] = {"offload": dict.fromkeys(("states", "gradients", "parameters"), "host")}
-HERE = [program for program in habits.PROGRAMS if program is not habits.recomputed_drawn_and_averaged]
 
 
-@pytest.mark.parametrize("program", HERE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", habits.PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("plan", [{}, AWAY, ALL_AWAY], ids=["", "states away", "all away"])
 @pytest.mark.filterwarnings("ignore")
 def test_habits(monkeypatch: pytest.MonkeyPatch, program: Any, plan: dict[str, Any]) -> None:

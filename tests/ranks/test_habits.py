@@ -126,8 +126,10 @@ class Habitual(nn.Module):
         for layer in self.inner:
             again = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
             x = x + again.tanh()
-        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype) if self.training else 0.0
-        return self.head(self.norm(x + noise))
+        if self.training:
+            drawn = torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device="cpu")
+            x = x + drawn.to(x.device)
+        return self.head(self.norm(x))
 
 
 def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
@@ -609,6 +611,11 @@ def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.Monkey
     """How far a program by a plan, all on a device of this type, is from plain torch's on the CPU."""
     before, on_cpu, draw = torch.get_default_dtype(), batch, torch.Tensor.uniform_
 
+    def moved(step: int) -> tuple[torch.Tensor, ...]:
+        """Drawn on the CPU: where another device is the default one, its generator would have to draw."""
+        with torch.device("cpu"):
+            return tuple(x.to(kind) for x in on_cpu(step))
+
     def drawn(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A device has a generator of its own, which gives other numbers."""
         return x.copy_(draw(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args, **kwargs))
@@ -618,7 +625,7 @@ def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.Monkey
         torch.manual_seed(0)
         expected = numbers(program(lambda model, *more: (model, *more) if more else model))
         torch.manual_seed(0)
-        patch.setattr(f"{__name__}.batch", lambda step: tuple(x.to(kind) for x in on_cpu(step)))
+        patch.setattr(f"{__name__}.batch", moved)
         patch.setattr(torch.Tensor, "uniform_", drawn)
         with torch.device(kind):
             found = program(lambda model, *more: espalier.prepare(model, *more, plan=plan))

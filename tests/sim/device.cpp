@@ -386,6 +386,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     };
     for (auto& v : given) {
       if (v.isTensor()) see(v.toTensor());
+      if (v.isGenerator())  // which a program names: no device draws by another's
+        TORCH_CHECK(v.toGenerator().device().type() == c10::DeviceType::PrivateUse1, "Expected a '",
+                    c10::DeviceTypeName(c10::DeviceType::PrivateUse1, true), "' device type for generator but found '",
+                    v.toGenerator().device(), "'");
       if (v.isTensorList())
         for (const Tensor& t : v.toTensorVector()) see(t);
       if (v.isOptionalTensorList())

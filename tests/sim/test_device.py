@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import espalier
 from tests.sim.order import Asked, Deadlock, Entry, Waited, check
 from tests.sim.transport import Shared
 
@@ -202,3 +203,35 @@ def test_other_calls_are_told() -> None:
         check([[call] for call in sums])
     with pytest.raises(Deadlock):
         check([[sums[0]], []])
+
+
+class Counted(nn.Module):
+    """As a metric of torchmetrics: what it adds up is no buffer, and goes where the module goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Counted:
+        self.total = fn(self.total)
+        return super()._apply(fn, recurse)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), Counted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def laid_out_with_states(shared: Shared, rank: int, world: int) -> str:
+    model = Counting()
+    prepared = espalier.prepare(model, plan={})
+    prepared(torch.ones(2, 4, device=device()))
+    return model.seen.total.device.type
+
+
+def test_states_that_modules_move_themselves_come_to_the_device(on_sim: Callable[..., list[Any]]) -> None:
+    assert on_sim(1, laid_out_with_states) == ["sim"]

@@ -16,6 +16,7 @@ from espalier.layout.layout import AxisState, D, R
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
 from espalier.tensor import fused_kernels
 from espalier.tensor.dry_autocast import autocast_dtype
+from espalier.tensor.dtensor import plain
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.attention_blocks import Block, RingLayout, fused
 from espalier.tensor.rules.pointwise import letters
@@ -315,7 +316,7 @@ def _over_sequence(
     way = placed.notes[known]
     key = draw_key(mesh) if rate > 0 else None
     attended = ring(_four(q), _four(k), _four(v), _bias(mask, q), key, way)
-    return attended.view(*q.shape[:-1], attended.shape[-1])
+    return attended if placed.outs[0].ndim == 4 else attended.view(*q.shape[:-1], attended.shape[-1])
 
 
 def _way(
@@ -337,8 +338,8 @@ def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
-    """As [b, h, s, d]."""
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    """As [b, h, s, d]; plain, for what is saved of it is looked at where torch functions are intercepted."""
+    return plain(x) if x.ndim == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:

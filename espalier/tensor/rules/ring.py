@@ -365,6 +365,12 @@ class _Ring(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.way, ctx.key = way, key
+        block = _at_once(q, k, v, bias, key, way)
+        if block is not None:
+            out, lse = forward(block)
+            out = out if out.dtype is q.dtype else out.to(q.dtype)
+            ctx.save_for_backward(q, k, v, None, out, lse)
+            return out
         out, lse = _helped(q, k, v, key, way) if way.balanced else _round(q, k, v, bias, key, way)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, out, lse.masked_fill(lse == -math.inf, 0.0))
@@ -381,11 +387,36 @@ class _Ring(torch.autograd.Function):
             again = _plainly(q, k, v, bias, ctx.key, ctx.way)
             got = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
             return *(next(got) if needed else None for needed in ctx.needs_input_grad[:4]), None, None
+        block = _at_once(q, k, v, bias, ctx.key, ctx.way)
+        if block is not None:
+            return *_backward_at_once(block, grad, out, lse, None), None, None
         if ctx.way.balanced:
             grads = _helped_back(q, k, v, out, lse, grad, ctx.key, ctx.way)
             return *(x.to(q.dtype) for x in grads), None, None, None
         dq, dk, dv, db = _backward(q, k, v, bias, out, lse, grad, ctx.key, ctx.way, ctx.needs_input_grad[3])
         return dq, dk, dv, db, None, None
+
+
+def _at_once(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, key: Key | None,
+    way: RingLayout,
+) -> Block | None:  # fmt: skip
+    """All queries and keys, where they are one block without a bias, in which each query sees a key."""
+    cut = (
+        None if bias is not None or way.axis is not None else _only_cut(way.queries, way.keys[0], way.causal)
+    )
+    if cut is None:
+        return None
+    kept = None if key is None else Kept(way, way.queries, way.keys[0], key)
+    return Block(q, k, v, way.scale, None, cut == "same", kept)
+
+
+@lru_cache(maxsize=4096)
+def _only_cut(queries: Spans, keys: Spans, causal: bool) -> str | None:
+    """How the only product of all rows and keys is cut; None where a mask would have to say it, or several."""
+    todo = calls(queries, keys, causal)
+    is_one = [call[:2] for call in todo] == [((0, size_of(queries)), (0, size_of(keys)))]
+    return todo[0].cut if is_one and todo[0].cut != "masked" else None
 
 
 def _round(
@@ -471,7 +502,11 @@ def _backward_at_once(
     q, k, v = block[:3]
     dq, dk, dv, of_scores = backward(block, grad, out, lse, q.dtype)
     db = None if bias is None or of_scores is None else of_scores.sum_to_size(bias.shape).to(bias.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), db
+    return _as(dq, q), _as(dk, k), _as(dv, v), db
+
+
+def _as(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return grad if grad.dtype is x.dtype else grad.to(x.dtype)
 
 
 def _rounds(
