@@ -64,7 +64,7 @@ class _Compiled:
         self.fixed, self.is_known = tuple(fixed), True
 
     def start(self, grid: tuple[int, ...], args: Sequence[Any]) -> None:
-        """On the current device and stream: with what Triton gives a launcher, but for hooks that nobody set."""
+        """On the current device and stream, as Triton does it, but for hooks that nobody set."""
         kernel, hooks = self._kernel, self._hooks
         x, y, z = (*grid, 1, 1)[:3]
         if _is_heard(hooks.launch_enter_hook) or _is_heard(hooks.launch_exit_hook):
