@@ -273,7 +273,7 @@ DOORS = {
 
 
 def converts_itself(module: torch.nn.Module) -> bool:
-    """Whether ``module.to(...)`` reaches more than parameters and buffers: the states of torchmetrics, say."""
+    """Whether ``module.to(...)`` reaches more than parameters and buffers: states of metrics, say."""
     return type(module)._apply is not torch.nn.Module._apply
 
 

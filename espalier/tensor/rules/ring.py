@@ -413,7 +413,7 @@ def _at_once(
 
 @lru_cache(maxsize=4096)
 def _only_cut(queries: Spans, keys: Spans, causal: bool) -> str | None:
-    """How the only product of all rows and keys is cut; None where a mask would have to say it, or several."""
+    """How the only product of all rows and keys is cut; None: a mask would have to say it, or several."""
     todo = calls(queries, keys, causal)
     is_one = [call[:2] for call in todo] == [((0, size_of(queries)), (0, size_of(keys)))]
     return todo[0].cut if is_one and todo[0].cut != "masked" else None
