@@ -57,7 +57,7 @@ class Norm:
 
     def __init__(self, counted: Sequence[torch.Tensor], mesh: Mesh, riders: Sequence[Rider] = ()) -> None:
         with raw():
-            total = _norm_here(counted, mesh.device())
+            total = _norm_here([*counted], mesh.device())
             self._is_known = mesh.size() == 1
             if not self._is_known:
                 total = total.square()
@@ -145,7 +145,7 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | f
             foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 
 
-def _norm_here(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _norm_here(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The 2-norm of what is counted on this rank, in float64, on a device."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -154,7 +154,7 @@ def _norm_here(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     return torch.linalg.vector_norm(moved(_norms(grads), device), dtype=torch.float64)
 
 
-def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norms(grads: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each, where some may be off the device; no square overflows that need not."""
     devices = set(map(_device, grads))
     if len(devices) == 1:
@@ -166,7 +166,7 @@ def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return norms
 
 
-def _alike_norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def _alike_norms(grads: list[torch.Tensor]) -> torch.Tensor:
     dtypes = set(map(_dtype, grads))
     wide = any(dtype.itemsize > 4 for dtype in dtypes)
     if is_accelerator(grads[0].device) and not wide:

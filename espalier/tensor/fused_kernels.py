@@ -217,7 +217,9 @@ class _Dropped(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         drops = None
         if grad is not None:
-            drops = (_apply if torch.is_grad_enabled() else _drop)(grad, *ctx.given, False)
+            drawn, scale, numbering = ctx.given
+            drop = _apply if torch.is_grad_enabled() else _drop
+            drops = drop(grad, drawn, scale, numbering, False)
         return drops, None, None, None, None
 
     @staticmethod

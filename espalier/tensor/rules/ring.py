@@ -402,9 +402,9 @@ def _at_once(
     way: RingLayout,
 ) -> Block | None:  # fmt: skip
     """All queries and keys, where they are one block without a bias, in which each query sees a key."""
-    cut = (
-        None if bias is not None or way.axis is not None else _only_cut(way.queries, way.keys[0], way.causal)
-    )
+    if bias is not None or way.axis is not None:
+        return None
+    cut = _only_cut(way.queries, way.keys[0], way.causal)
     if cut is None:
         return None
     kept = None if key is None else Kept(way, way.queries, way.keys[0], key)
