@@ -25,6 +25,8 @@ T = TypeVar("T")
 _WHOLE: Final = 1 << 16
 # ranks up to which they do so, whatever there is, beside the program; of more the threads of gloo do it
 _FEW: Final = 8
+# bytes up to which they are scattered so: who scatters waits for nobody, and a model's would pile up
+_SCATTERED: Final = 1 << 20
 # what a message is; a program's own messages have the tags from the last on
 _GATHER, _SCATTER, _ALL_TO_ALL, _REDUCE, _REDUCED, _SHARE, _SUM, _BROADCAST, _PASS, _OWN = range(10)
 
@@ -174,6 +176,29 @@ class Shared(Gloo):
             return Work()
         expected = [self.expect(source, _BROADCAST, x.nbytes)]
         return Work(rest=lambda: self._fill([x], expected))
+
+    def reduce(self, x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Work[Any]:
+        x, op = summable(x, "sum")
+        if self._here != target:
+            self.post(x, [target], _REDUCE)
+            return Work()
+        rows = self._from_all(x, _REDUCE, [x.shape] * len(self._ranks))
+        return Work(rest=lambda: rows.use(lambda received: x.copy_(reduced(received, op))))
+
+    def scatter(
+        self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int], source: int
+    ) -> torch.Tensor:
+        n, here, size = len(self._ranks), self._here, shape[dim]
+        if math.prod(shape) * x.element_size() > _SCATTERED:
+            return super().scatter(x, mesh, axis, dim, shape, source)
+        at, length = chunk_bounds(size, n, here)
+        if here != source:
+            out = x.new_empty([*shape[:dim], length, *shape[dim + 1 :]])
+            self._fill([out], [self.expect(source, _SCATTER, out.nbytes)])
+            return out
+        for i in self._others:
+            self.post(as_it_lies(x.narrow(dim, *chunk_bounds(size, n, i))), [i], _SCATTER)
+        return x.narrow(dim, at, length).clone(memory_format=torch.contiguous_format)
 
     def pass_on(self, x: torch.Tensor, mesh: Mesh, axis: int, gets: int, step: int) -> Work[torch.Tensor]:
         n, out = len(self._ranks), x.new_empty(gets)

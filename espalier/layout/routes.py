@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from espalier.layout.layout import AxisState, Box, D, Layout, R, bounds, is_partial, local_box
+from espalier.layout.layout import AxisState, Box, D, Layout, R, bounds, is_partial, local_box, local_sizes
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, operation
 
 
@@ -86,32 +86,53 @@ def route(src: Layout, dst: Layout) -> Route:
     src, dst = _bare(src), _bare(dst)
     if src is dst:
         return Route((), 0)
-    goal, sizes = (dst.axes, dst.cuts), dst.mesh.shape
+    found = _search(src.mesh.shape, src.shape, (src.axes, src.cuts), (dst.axes, dst.cuts))
+    if found is None:
+        raise ValueError(
+            f"No route from {src!r} to {dst!r}: a value cannot be turned into a Partial of max, min or "
+            "product."
+        )
+    steps, before = [], src
+    for operation, axis, node in found.steps:
+        after = Layout.of(src.mesh, *node, src.shape)
+        steps.append(Step(operation, axis, before, after))
+        before = after
+    return Route(tuple(steps), found.elements)
+
+
+class _Found(NamedTuple):
+    """A route on any mesh of such sizes: the operation, the axis and the next node of each step."""
+
+    steps: tuple[tuple[str, int, _Node], ...]
+    elements: int
+
+
+@lru_cache(maxsize=65536)
+def _search(sizes: tuple[int, ...], shape: tuple[int, ...], start: _Node, goal: _Node) -> _Found | None:
+    """The cheapest route; None if there is none. Programs and dry runs have many meshes of a few sizes."""
     # what a rank holds where all axes cut: no step along an axis sends less than this to each of the others
-    least = math.prod(dst.shape) / math.prod(sizes)
+    least = math.prod(shape) / math.prod(sizes)
     units = [least * (n - 1) for n in sizes]
-    ticket = itertools.count()
+    ticket, lengths = itertools.count(), local_sizes(shape, start[1], sizes, (0,) * len(sizes))
     # elements and steps, those included that at least are still to come; elements, steps, node, local shape
-    queue = [(0, 0, next(ticket), 0, 0, (src.axes, src.cuts), tuple(src.padded_shape))]
-    best: dict[_Node, tuple[int, int]] = {(src.axes, src.cuts): (0, 0)}
+    queue = [(0, 0, next(ticket), 0, 0, start, lengths)]
+    best: dict[_Node, tuple[int, int]] = {start: (0, 0)}
     came: dict[_Node, tuple[_Node, str, int]] = {}
     while queue:
         _, _, _, cost, steps, here, lengths = heapq.heappop(queue)
         if here == goal:
-            return Route(_unwind(came, src, goal), cost)
+            return _Found(_unwind(came, start, goal), cost)
         if (cost, steps) > best[here]:
             continue
-        for op, axis, node, after in _neighbours(here, lengths, dst):
+        for op, axis, node, after in _neighbours(here, lengths, sizes, shape, goal[0]):
             total = (cost + sent(op, sizes[axis], lengths, after), steps + 1)
             if node not in best or total < best[node]:
                 best[node] = total
                 came[node] = here, op, axis
-                left, ahead = _ahead(node[0], dst.axes, units, sizes)
+                left, ahead = _ahead(node[0], goal[0], units, sizes)
                 estimate = total[0] + left, total[1] + ahead
                 heapq.heappush(queue, (*estimate, next(ticket), *total, node, after))
-    raise ValueError(
-        f"No route from {src!r} to {dst!r}: a value cannot be turned into a Partial of max, min or product."
-    )
+    return None
 
 
 def _bare(layout: Layout) -> Layout:
@@ -138,23 +159,26 @@ def _ahead(
     return math.ceil(elements - 1e-6), steps
 
 
-def _unwind(came: dict[_Node, tuple[_Node, str, int]], src: Layout, node: _Node) -> tuple[Step, ...]:
+def _unwind(
+    came: dict[_Node, tuple[_Node, str, int]], start: _Node, node: _Node
+) -> tuple[tuple[str, int, _Node], ...]:
     steps = []
-    after = Layout.of(src.mesh, *node, src.shape)
-    while node != (src.axes, src.cuts):
-        node, op, axis = came[node]
-        before = Layout.of(src.mesh, *node, src.shape)
-        steps.append(Step(op, axis, before, after))
-        after = before
+    while node != start:
+        before, op, axis = came[node]
+        steps.append((op, axis, node))
+        node = before
     return tuple(reversed(steps))
 
 
 def _neighbours(
-    here: _Node, lengths: tuple[int, ...], goal: Layout
+    here: _Node,
+    lengths: tuple[int, ...],
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    goals: tuple[AxisState, ...],
 ) -> Iterator[tuple[str, int, _Node, tuple[int, ...]]]:
     """The steps from a node: operation, axis, the next node and its local shape."""
     axes, cuts = here
-    sizes = goal.mesh.shape
     for axis, state in enumerate(axes):
         base, whole = cuts, lengths
         if isinstance(state, int):
@@ -162,14 +186,14 @@ def _neighbours(
             if cuts[state][-1] != axis:
                 continue
             left = cuts[state][:-1]
-            length = goal.shape[state]
+            length = shape[state]
             for a in left:
                 length = -(-length // sizes[a])
             base = (*cuts[:state], left, *cuts[state + 1 :])
             whole = (*lengths[:state], length, *lengths[state + 1 :])
         elif is_partial(state) and _must_wait(axis, axes):
             continue
-        for target in _targets(state, goal.axes[axis], len(cuts)):
+        for target in _targets(state, goals[axis], len(cuts)):
             if target == state:
                 continue
             op = operation(state, target)

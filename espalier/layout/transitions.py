@@ -33,6 +33,7 @@ addends                        ``P``      P                   unreduced, U
 
 from __future__ import annotations
 
+from functools import cache
 from types import MappingProxyType
 from typing import Final
 
@@ -78,6 +79,7 @@ def kind(state: AxisState) -> str:
     return "P" if is_partial(state) else state
 
 
+@cache
 def operation(src: AxisState, dst: AxisState) -> str:
     """The forward operation that takes one axis from ``src`` to ``dst``."""
     if src == dst:

@@ -84,6 +84,11 @@ def every_call(
     out = x.clone()
     carrier.broadcast(out, mesh, 0, n - 1).wait()
     found.append(out)
+    for source, dim in ((0, 0), (n - 1, 1)):
+        found.append(carrier.scatter(x, mesh, 0, dim, x.shape, source))
+    numbers = (torch.arange(3 * size) % 7 + here).view(size, 3).to(dtype)  # of such any order is the same
+    carrier.reduce(numbers, mesh, 0, n - 1).wait()
+    found.append(numbers if here == n - 1 else x)
     sent = drawn((size + here,), dtype, here)
     found.append(carrier.pass_on(sent, mesh, 0, size + (here - 1) % n, 1).wait())
     rows = drawn((n, size), dtype, 9 + here)
