@@ -93,9 +93,9 @@ def route(src: Layout, dst: Layout) -> Route:
             "product."
         )
     steps, before = [], src
-    for operation, axis, node in found.steps:
+    for op, axis, node in found.steps:
         after = Layout.of(src.mesh, *node, src.shape)
-        steps.append(Step(operation, axis, before, after))
+        steps.append(Step(op, axis, before, after))
         before = after
     return Route(tuple(steps), found.elements)
 
