@@ -661,7 +661,7 @@ class ModelStandIns:
             return self._copied(x, fake)
         cast = self._dtype is not None and x.is_floating_point()
         stand = self._fake(x, fake, self._dtype if cast else None).requires_grad_(x.requires_grad)
-        stand._is_param = True  # type: ignore[attr-defined]
+        stand._is_param = True
         return stand
 
     def _fake(self, x: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.Tensor:
