@@ -297,8 +297,6 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
     """
     home = mesh.within or mesh
     for module in model.modules():
-        if converts_itself(module) and not mesh.is_dry and next(module.parameters(), None) is None:
-            module.to(mesh.device())
         if not mesh.is_dry:
             make_the_rest_real(module)
         for name, b in module._buffers.items():
@@ -309,6 +307,9 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
                 whole = lay_out(b, Layout.replicated(home, tuple(b.shape)))
                 with raw():
                     module._buffers[name] = whole.as_subclass(torch.Tensor)
+    for module in () if mesh.is_dry else model.modules():
+        if converts_itself(module) and next(module.parameters(), None) is None:
+            module.to(mesh.device())
 
 
 # ---- a model as a pipeline's stages: which rank has what, and what runs it

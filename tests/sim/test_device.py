@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -226,12 +227,16 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def laid_out_with_states(shared: Shared, rank: int, world: int) -> str:
-    model = Counting()
+def laid_out_with_states(shared: Shared, rank: int, world: int, later: bool) -> str:
+    with espalier.deferred() if later else nullcontext():
+        model = nn.Sequential(Counting())
     prepared = espalier.prepare(model, plan={})
     prepared(torch.ones(2, 4, device=device()))
-    return model.seen.total.device.type
+    return model[0].seen.total.device.type
 
 
-def test_states_that_modules_move_themselves_come_to_the_device(on_sim: Callable[..., list[Any]]) -> None:
-    assert on_sim(1, laid_out_with_states) == ["sim"]
+@pytest.mark.parametrize("later", [False, True])
+def test_states_that_modules_move_themselves_come_to_the_device(
+    on_sim: Callable[..., list[Any]], later: bool
+) -> None:
+    assert on_sim(1, laid_out_with_states, later) == ["sim"]
