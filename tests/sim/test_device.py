@@ -229,10 +229,11 @@ class Counting(nn.Module):
 
 def laid_out_with_states(shared: Shared, rank: int, world: int, later: bool) -> str:
     with espalier.deferred() if later else nullcontext():
-        model = nn.Sequential(Counting())
+        counting = Counting()
+        model = nn.Sequential(counting)
     prepared = espalier.prepare(model, plan={})
     prepared(torch.ones(2, 4, device=device()))
-    return model[0].seen.total.device.type
+    return counting.seen.total.device.type
 
 
 @pytest.mark.parametrize("later", [False, True])
