@@ -288,20 +288,10 @@ def test_the_commands_of_the_ready_files_train(tmp_path, name):
     reason="hosts are played by network namespaces, which need Linux, root and iproute2",
 )
 def test_a_host_that_is_cut_off_and_comes_back_trains_on():
-    # so many steps that the first host has some left when the second is back
-    command = [sys.executable, str(ROOT / "benchmarks/hosts.py"), "--steps", "360"]
-    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True}
-    for is_last in (False, True):
-        try:  # less than one minute on a quiet machine
-            done = subprocess.run(command, text=True, timeout=400, **options)
-        except subprocess.TimeoutExpired:
-            if is_last:
-                raise
-            continue
-        # on a busy machine torch's agent may give its own store up before it hears from it
-        if "RendezvousConnectionError" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    command = [sys.executable, str(ROOT / "benchmarks/hosts.py")]  # it has limits of its own, and clears up
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout)
     for line in (
