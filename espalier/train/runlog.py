@@ -12,8 +12,12 @@ file                    content
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -32,6 +36,11 @@ from espalier.train.page import write_page
 from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
+_LOOK = 1.0  # ...and between two looks at whose the folder is
+
+
+class RunTaken(RuntimeError):
+    """Another run has begun in the folder of this one."""
 
 
 class RunLog:
@@ -89,7 +98,8 @@ class RunLog:
         self._log = Log(self.folder, self.first, after)
         self.facts: dict[str, Any] = {}
         self._status, self._written, self._page, self._elapsed = "running", 0, 0.0, 0.0
-        self._began = _now()
+        self._began, self._looked = _now(), -_LOOK
+        self._own = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
         if self.first and not after:
             (self.folder / "events.jsonl").unlink(missing_ok=True)
         for callback in self._callbacks:
@@ -155,6 +165,9 @@ class RunLog:
             sent: bytes that this rank sent in it, by axis.
             held: bytes of this rank by kind (see :meth:`held`), on all ranks or on none; a pipeline's
                 timeline is kept with them.
+
+        Raises:
+            RunTaken: on the first rank, where another run has begun in the folder.
         """
         engine, log = self.engine, self._log
         self.stop()
@@ -182,6 +195,8 @@ class RunLog:
             self.facts.update(facts_of(engine, self._known))
         if held is not None and engine.plan.pipe > 1:
             self.facts["timeline"] = timeline_of(engine)
+        if self.first and self._written:
+            self._keep(val_loss is not None)
         log.write(record)
         self._written += 1
         for callback in self._callbacks:
@@ -210,12 +225,33 @@ class RunLog:
             more: further facts, for ``run.json``.
         """
         self.facts.update(more)
+        self._end(status)
+        self._show(True)
+
+    def _end(self, status: str) -> None:
         if self._status == "running":
             self._status = status
             self._log.close()
             for callback in self._callbacks:
                 callback.end(status)
-        self._show(True)
+
+    def _keep(self, now: bool) -> None:
+        """Keep the folder, if it is time to look: where two runs go on in one, the later has it.
+
+        Torch's rendezvous forgets for good a host that gave no sign of life for a while, and lets a host that
+        joins then begin by itself, beside it.
+        """
+        if not self._is_time(now) and time.monotonic() - self._looked <= _LOOK:
+            return
+        self._looked = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):
+            whose = json.loads((self.folder / "run.json").read_text("utf-8")).get("run", self._own)
+            if whose != self._own:
+                self._end("left")
+                raise RunTaken(
+                    f"another run has begun in {self.folder} ({whose}). This one ends: both would write over "
+                    "each other"
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -238,12 +274,21 @@ class RunLog:
             append(self.folder, Event(status, said, self.engine.steps, _now()))
         self.close(status)
 
+    def _is_time(self, now: bool) -> bool:
+        return now or time.monotonic() - self._page > _EVERY or self._written < 3
+
     def _show(self, now: bool) -> None:
         """Write ``run.json`` and the page, if it is time."""
-        if not self.first or not (now or time.monotonic() - self._page > _EVERY or self._written < 3):
+        if not self.first or not self._is_time(now):
             return
         self._page = time.monotonic()
-        head = {"name": self.name, "status": self._status, "began": self._began, "updated": _now()}
+        head = {
+            "run": self._own,
+            "name": self.name,
+            "status": self._status,
+            "began": self._began,
+            "updated": _now(),
+        }
         text = json.dumps({**head, **self.facts}, default=str)
         write_file(self.folder / "run.json", text.encode(), last=False)
         write_page(self.folder)

@@ -42,7 +42,7 @@ from espalier.train.metrics import Progress, Record, Silent, draw_loss, readable
 from espalier.train.model_spec import OwnSpec
 from espalier.train.outputs import WEIGHTS, sample, write_companions
 from espalier.train.page import PAGE, to_toml
-from espalier.train.runlog import RunLog
+from espalier.train.runlog import RunLog, RunTaken
 from espalier.train.trackers import Callback
 from espalier.trees import named_leaves
 
@@ -255,6 +255,8 @@ class Loop:
                         continue
                     if engine.pulse.to_leave(engine.steps) and engine.steps < steps:
                         self.left = Preempted(engine.steps, str(self._keeper.save() or ""))
+        except RunTaken as error:
+            raise TrainingError(str(error)) from error
         except BaseException as error:
             log.fail(error)
             raise

@@ -24,9 +24,11 @@ import torch
 import yaml
 
 from espalier.mesh.launch import LaunchError
-from espalier.train import trainer
+from espalier.train import runlog, trainer
 from espalier.train.job import Job, JobError
 from espalier.train.run import fitted, run
+from espalier.train.runlog import RunLog
+from espalier.train.trackers import Callback
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 
 STEPS = 160  # so many that a signal is heard in mid-run
@@ -238,6 +240,34 @@ def test_a_rollback_leaves_the_batch_out(tmp_path, monkeypatch):
 def test_without_a_checkpoint_to_go_back_to_it_stops_and_names_the_culprits(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=r"step 3: the loss is nan.*not finite are.*no checkpoint yet"):
         with_images(tmp_path, monkeypatch, 3, spikes_on_nan="rollback")
+
+
+class Second(Callback):
+    """Another run, which begins in the same folder after three steps."""
+
+    def begin(self, run: Any) -> None:
+        self.run, self.ends = run, []
+
+    def record(self, record: Any) -> None:
+        if record.step == 3:
+            with RunLog(self.run.folder, self.run.engine, tokens=8, after=2) as log:
+                log.write(3, 0.5)
+
+    def end(self, status: str) -> None:
+        self.ends.append(status)
+
+
+def test_a_run_ends_where_another_has_begun_in_its_folder(tmp_path, monkeypatch):
+    """As two hosts do where torch's rendezvous has forgotten the one that was silent for too long."""
+    monkeypatch.setattr(runlog, "_LOOK", 0.0)
+    second = Second()
+    with pytest.raises(
+        TrainingError, match=rf"another run has begun in .*process {os.getpid()} on .*This one"
+    ):
+        train(job(tmp_path), callbacks=[second])
+    assert losses(tmp_path)[2:] == [0.5] and second.ends == ["left"]
+    assert not (tmp_path / "out/events.jsonl").exists()
+    assert json.loads((tmp_path / "out/run.json").read_text())["status"] == "finished"
 
 
 def test_tables_that_need_checkpoints_say_so(tmp_path):
