@@ -152,6 +152,8 @@ class EspalierStrategy(OnMesh, Theirs):
 
         self._lend(module, "log", logged)
         for metric in filter(_is_metric, module.modules()):
+            if self.engine.passes.data is not None:  # an earlier Trainer has brought it to the host
+                metric.to(self.root_device)
             self._lend(metric, "update", self._of_all_rows(metric.update))  # type: ignore[arg-type]
             for name in ("sync_on_compute", "dist_sync_on_step", "_to_sync"):
                 self._lend(metric, name, False)

@@ -131,6 +131,10 @@ def _suits(
         ready = (p.is_cpu or (p.is_meta and "exp_avg" in optimizer.state.get(p, {})) for p in params)
         if not all(ready):
             return False
+    rate = group.get("lr")
+    is_read = not isinstance(rate, torch.Tensor) or rate.is_cpu or rate.dtype is torch.float32
+    if not is_read and not all(map(_is_cpu, params)):
+        return False  # kernels of devices read a rate there in float32
     # torch's kernel of SGD begins with all momenta or with none
     return not group.get("momentum") or len({_has_momentum(optimizer, p) for p in params}) < 2
 

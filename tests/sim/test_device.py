@@ -241,3 +241,27 @@ def test_states_that_modules_move_themselves_come_to_the_device(
     on_sim: Callable[..., list[Any]], later: bool
 ) -> None:
     assert on_sim(1, laid_out_with_states, later) == ["sim"]
+
+
+def rates_of_fused_kernels(shared: Shared, rank: int, world: int) -> list[tuple[torch.dtype, bool]]:
+    """Whether torch's fused kernel is asked for, by the dtype of a rate that lies on the device."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = nn.Linear(4, 4).to(device())
+        rate = torch.tensor(0.1, dtype=dtype, device=device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        asked: list[bool] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("espalier.parallel.fused.fused_devices", lambda: ["sim"])
+            patch.setattr(torch, "_fused_adamw_", lambda *_, **__: asked.append(True))
+            prepared, optimizer = espalier.prepare(model, optimizer, plan={})
+            prepared(torch.ones(2, 4, device=device())).sum().backward()
+            optimizer.step()
+        found.append((dtype, bool(asked)))
+    return found
+
+
+def test_a_rate_that_kernels_of_devices_do_not_read_is_not_given_to_them(
+    on_sim: Callable[..., list[Any]],
+) -> None:
+    assert on_sim(1, rates_of_fused_kernels) == [[(torch.float32, True), (torch.float64, False)]]
