@@ -245,19 +245,20 @@ def test_states_that_modules_move_themselves_come_to_the_device(
 
 def rates_of_fused_kernels(shared: Shared, rank: int, world: int) -> list[tuple[torch.dtype, bool]]:
     """Whether torch's fused kernel is asked for, by the dtype of a rate that lies on the device."""
+    asked: list[bool] = []
     found = []
-    for dtype in (torch.float32, torch.float64):
-        model = nn.Linear(4, 4).to(device())
-        rate = torch.tensor(0.1, dtype=dtype, device=device())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        asked: list[bool] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("espalier.parallel.fused.fused_devices", lambda: ["sim"])
-            patch.setattr(torch, "_fused_adamw_", lambda *_, **__: asked.append(True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("espalier.parallel.fused.fused_devices", lambda: ["sim"])
+        patch.setattr(torch, "_fused_adamw_", lambda *_, **__: asked.append(True))
+        for dtype in (torch.float32, torch.float64):
+            asked.clear()
+            model = nn.Linear(4, 4).to(device())
+            rate = torch.tensor(0.1, dtype=dtype, device=device())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
             prepared, optimizer = espalier.prepare(model, optimizer, plan={})
             prepared(torch.ones(2, 4, device=device())).sum().backward()
             optimizer.step()
-        found.append((dtype, bool(asked)))
+            found.append((dtype, bool(asked)))
     return found
 
 
