@@ -26,6 +26,7 @@ TESTS = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the suite's markers."""
+    config.addinivalue_line("markers", "long: this test takes long, and so begins early")
     config.addinivalue_line("markers", "world(n): this test asks for n ranks; tests of equal n run together")
 
 
@@ -47,13 +48,14 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests/gpu without CUDA, and bring tests of the same number of ranks together.
 
+    What takes long comes first: at the end all processes are to have work.
     What their modules name in ``PRELOAD`` is imported once for most ranks of the session.
     """
     gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=_world_size)
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, _world_size(item)))
     modules = {item.module for item in items if isinstance(item, pytest.Function)}
     forks(sorted({name for module in modules for name in getattr(module, "PRELOAD", ())}))
 
@@ -72,6 +74,13 @@ def _world_size(item: pytest.Item) -> int:
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get("world", 0) if callspec is not None else 0
     return size if isinstance(size, int) else 0
+
+
+@pytest.fixture(scope="session")
+def of_all_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of all processes of pytest that share a run."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")

@@ -276,6 +276,7 @@ def alone(accelerator: Any, model: Any, optimizer: Any, x: torch.Tensor) -> None
         optimizer.step()
 
 
+@pytest.mark.long
 def test_a_program_with_another_import(ranks: Any, tmp_path: Path) -> None:
     migrate(["accelerator"], tmp_path)
     (alone,) = ranks(1, theirs, 32)

@@ -404,6 +404,7 @@ def refused(rank: int, world: int, folder: str) -> None:
         Trainer(model(), arguments, plan={"pipe": 2})
 
 
+@pytest.mark.long
 def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
     (expected,) = ranks(1, own, str(tmp_path / "own"))
     for i, plan in enumerate(({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2, "accumulate": 2})):

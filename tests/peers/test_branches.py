@@ -34,5 +34,6 @@ def train(rank: int, world: int) -> None:
         assert (x - plain.state_dict()[name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.long
 def test_attention_and_mlp_of_gpt_neox(ranks: Any) -> None:
     ranks(2, train)

@@ -100,6 +100,7 @@ def test_what_is_kept_is_known_of_each() -> None:
     assert len(KNOWN) == len(CLASSES.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "trials"),
     left_to_sweeps(

@@ -44,6 +44,7 @@ def run_pages(rank: int, world: int, port: int, *pages: str) -> str:
     return printed
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
 def test_the_examples_of_all_pages_run() -> None:
     """Every Python block works, and prints what the page says; on ranks apart, as pages change rules."""

@@ -222,6 +222,7 @@ def _in_pieces(rank: int, world: int, kind: str, backend: str, plan: dict[str, A
     assert sent[1] == sent[0] and sent[0][0][0] > 8
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("world", "kind", "backend", "plan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -43,9 +44,7 @@ class End:
         ]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[str, End]:
-    folder = tmp_path_factory.mktemp("dying")
+def die(folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ESPALIER_FAULTS"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.ranks.dying", str(folder), *WORLDS],
@@ -55,6 +54,17 @@ def ended(tmp_path_factory) -> dict[str, End]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def ended(of_all_processes) -> dict[str, End]:
+    folder = of_all_processes / "dying"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # they die once for all processes of pytest
+        if not (folder / "done").exists():
+            die(folder)
+            (folder / "done").touch()
     found = {}
     for world in WORLDS:
         place = folder / world
@@ -66,6 +76,7 @@ def ended(tmp_path_factory) -> dict[str, End]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "host", "bare")]
 )

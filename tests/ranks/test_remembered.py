@@ -479,6 +479,7 @@ def told_of_what_is_slow_or_other() -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.long
 def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:
     ranks(2, in_float64, [{"pipe": 2, "accumulate": 2}], tmp_path / "2")
     ranks(4, in_float64, [{"pipe": 2, "data": 2, "zero": 3}, {"pipe": 2, "tensor": 2}], tmp_path / "4")

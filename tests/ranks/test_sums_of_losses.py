@@ -173,6 +173,7 @@ def same(rank: int, world: int) -> None:
                 assert apart < TOLERANCE, f"{program.__name__} of {make.__name__} under {plan}: {apart}"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 def test_sums_penalties_and_gradients_by_hand(ranks: Any) -> None:

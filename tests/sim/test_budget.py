@@ -78,6 +78,7 @@ def in_turn(shared: Shared, rank: int, world: int) -> list[Run]:
     return [trained(less_by_a_third(roomy) if rank == world - 1 else None, sizes, **plan)]
 
 
+@pytest.mark.long
 def test_what_fits_again_comes_back(on_sim: Callable[..., list[Any]], figures: list[str]) -> None:
     """On all ranks at once; after eight steps, and after more each time that it was for nothing."""
     (one,), (other,) = on_sim(2, in_turn)

@@ -41,6 +41,7 @@ def memory(shared: Shared, rank: int, world: int) -> dict[tuple[bool, str], tupl
     return found
 
 
+@pytest.mark.long
 def test_recomputed_graphs_keep_no_more_than_blocks(on_sim: Callable[..., list[Any]]) -> None:
     (found,) = on_sim(1, memory)
     (none, peak), (full, lowest), (selective, lower) = (

@@ -87,6 +87,7 @@ def short(told: Counter[Any]) -> Told:
     return places
 
 
+@pytest.mark.long
 @pytest.mark.world(2)
 def test_calibrate_measures_the_accelerator(
     on_sim: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
