@@ -166,12 +166,14 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
         name: _grows(_mean([x["operations"][name] for x in measured])) for name in measured[0]["operations"]
     }
     spreads = {kind: statistics.median(x) for kind, x in measured[0]["spreads"].items()}
-    copied = operations["copy_"][-1]
+    copied, took = operations["copy_"][-1]
     there: Mapping[str, Any] | None = measured[0].get("accelerator")
+    if there:  # counted is what it writes to as read, too: so it is by a CPU alone
+        copied *= 2 / 3
     device: dict[str, Any] = {
         "kind": there["kind"] if there else _name(),
         "memory_gb": round(there["memory"] / 1e9 if there else here / n / 1e9, 3),
-        "bandwidth_gbs": copied[0] / copied[1] / 1e3,
+        "bandwidth_gbs": copied / took / 1e3,
         "tflops": {dtype: max(row[-1] for row in rows) / 1e3 for dtype, rows in products.items()},
         "ceiling": 1.0,
         "memory_share": 1.0,
@@ -210,8 +212,8 @@ def combined(measured: Sequence[Mapping[str, Any]], lost: float) -> Cluster:
         known.append(Provenance(key="host", source="measured", spread=spread))
     else:
         if _UPDATE in operations:
-            nbytes, took = operations[_UPDATE][-1]
-            host["update_gbs"] = n * nbytes / took / 1e3
+            updated, took = operations[_UPDATE][-1]
+            host["update_gbs"] = n * updated / took / 1e3
         known.append(Provenance(key="host", source="measured", spread=known[0].spread))
     disk: dict[str, Any] = dict(measured[0].get("disk", {}))
     if disk:
