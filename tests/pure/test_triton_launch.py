@@ -78,6 +78,11 @@ def both(name, grid, tensors, key, numbers, **constants):
     run, kernel.run = kernel.run, lambda *_, **__: searches.append(name)
     found = noted(lambda: launch(name, grid, tensors, other, numbers, **constants), count)
     kernel.run = run
+    hook, heard = triton.knobs.runtime.launch_enter_hook, []
+    hook.add(heard.append)  # as a profiler does
+    launch(name, grid, tensors, other, numbers, **constants)
+    hook.remove(heard.append)
+    assert [told.get()["name"] for told in heard] == [name]
     assert found == expected and not searches, (name, expected, found)
     seen.append(name)
 
