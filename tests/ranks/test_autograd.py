@@ -132,6 +132,37 @@ def test_lists_of_plain_tensors_and_dtensors(ranks: Any) -> None:
     ranks(2, mixed_lists)
 
 
+WRITES: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor]], Any]] = {
+    "mul_": lambda a, b: torch._foreach_mul_(a, 0.7),
+    "add_": lambda a, b: torch._foreach_add_(a, b, alpha=0.5),
+    "addcmul_": lambda a, b: torch._foreach_addcmul_(a, b, b),
+    "clamp_max_": lambda a, b: torch._foreach_clamp_max_(a, 0.1),
+    "copy_": lambda a, b: torch._foreach_copy_(a, b),
+    "zero_": lambda a, b: torch._foreach_zero_(a),
+}
+
+
+def written_addends(rank: int, world: int) -> None:
+    """In place on what is a sum over the ranks, as gradients by hand are: whoever holds it has the result."""
+    mesh = line(world)
+    a, b = values(2, 4), values(2, 4, seed=1)
+    for name, call in WRITES.items():
+        for at in (S(0), R):
+            addend = DTensor.from_local(a * (0.25, 0.75)[rank], mesh, [Partial()])
+            cut = distribute_tensor(a, mesh, [S(1)])
+            other = distribute_tensor(b, mesh, [at])
+            held = [addend, cut]
+            expected = [a.clone(), a.clone()]
+            call(held, [other, other])
+            call(expected, [b, b])
+            for x, y in zip((addend, cut), expected, strict=True):
+                assert (espalier.full_tensor(x) - y).abs().max() < 1e-12, (name, at)
+
+
+def test_lists_of_addends_are_written_to(ranks: Any) -> None:
+    ranks(2, written_addends)
+
+
 def averaged(rank: int, world: int) -> None:
     """An average of weights that was made of the model before it was laid out."""
     for plan in ({"tensor": 2}, {"data": 2, "zero": 3}):

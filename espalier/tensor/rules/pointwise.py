@@ -293,8 +293,9 @@ def like(x: Operand, *args: Any, **kwargs: Any) -> Spec:
 # ---- torch._foreach_* and torch._fused_*: what optimizers call on lists of tensors
 #
 # Both work element by element, so where the tensors at one place of all lists lie alike, the call runs on
-# the local tensors. Where they do not (a gradient that still is Partial), the tensors of the later lists
-# are brought to the layout of the first; and beside a plain one of the first, which is whole, to all ranks.
+# the local tensors. Where they do not, the tensors of the later lists are brought to the layout of the first;
+# and beside a plain one of the first, which is whole, to all ranks. What is Partial (a gradient by hand) is
+# summed; where it is written to, its addends are then those of the result.
 
 
 @special(
@@ -325,12 +326,16 @@ def foreach(
             layouts = [_as_others(i, lay, args) for i, lay in enumerate(layouts)]
         layouts = [None if lay is None else _firm(lay) for lay in layouts]
         # fused optimizers write all lists but the gradients, the others only the first
-        fused = name.startswith("_fused_")
+        fused, given = name.startswith("_fused_"), args[0]
         with raw():
-            args = tuple(
-                _aligned(a, layouts, written and (i == 0 or (fused and i != 1))) for i, a in enumerate(args)
-            )
+            args = tuple(_aligned(a, layouts, written and fused and i != 1) for i, a in enumerate(args))
             kwargs = {k: _aligned(a, layouts, False) for k, a in kwargs.items()}
+        if written and not fused:
+            out = plain_call(func, types, args, kwargs)
+            for x, lay, summed in zip(given, layouts, args[0], strict=True):
+                if summed is not x and lay is not None:  # it was Partial
+                    x.copy_(stamp(summed, lay))
+            return None if out is None else type(out)(given)
     out = plain_call(func, types, args, kwargs)
     if isinstance(out, tuple | list) and not written:
         for x, lay in zip(out, layouts, strict=False):
