@@ -177,14 +177,6 @@ class Shared(Gloo):
         expected = [self.expect(source, _BROADCAST, x.nbytes)]
         return Work(rest=lambda: self._fill([x], expected))
 
-    def reduce(self, x: torch.Tensor, mesh: Mesh, axis: int, target: int) -> Work[Any]:
-        x, op = summable(x, "sum")
-        if self._here != target:
-            self.post(x, [target], _REDUCE)
-            return Work()
-        rows = self._from_all(x, _REDUCE, [x.shape] * len(self._ranks))
-        return Work(rest=lambda: rows.use(lambda received: x.copy_(reduced(received, op))))
-
     def scatter(
         self, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, shape: Sequence[int], source: int
     ) -> torch.Tensor:

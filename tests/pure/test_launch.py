@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_each_other_in_vain_try_again(tmp_path, capfd):
             from espalier.mesh import process
             from espalier.mesh.process import finish, start
 
-            process.MEETING, join, away = 1.0, dist.init_process_group, 1
+            process.MEETING, join, away = 2.0, dist.init_process_group, 1
 
             def late(*args, **options):
                 global away
