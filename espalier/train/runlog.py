@@ -244,14 +244,15 @@ class RunLog:
         if not self._is_time(now) and time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
+        whose = self._own
         with contextlib.suppress(OSError, ValueError):
-            whose = json.loads((self.folder / "run.json").read_text("utf-8")).get("run", self._own)
-            if whose != self._own:
-                self._end("left")
-                raise RunTaken(
-                    f"another run has begun in {self.folder} ({whose}). This one ends: both would write over "
-                    "each other"
-                )
+            whose = json.loads((self.folder / "run.json").read_text("utf-8")).get("run", whose)
+        if whose != self._own:
+            self._end("left")
+            raise RunTaken(
+                f"another run has begun in {self.folder} ({whose}). This one ends: both would write over "
+                "each other"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -404,19 +404,19 @@ def _at_once(
     """All queries and keys, where they are one block without a bias, in which each query sees a key."""
     if bias is not None or way.axis is not None:
         return None
-    cut = _only_cut(way.queries, way.keys[0], way.causal)
-    if cut is None:
+    only = _only_product(way.queries, way.keys[0], way.causal)
+    if only is None or only.cut == "masked":
         return None
     kept = None if key is None else Kept(way, way.queries, way.keys[0], key)
-    return Block(q, k, v, way.scale, None, cut == "same", kept)
+    return Block(q, k, v, way.scale, None, only.cut == "same", kept)
 
 
 @lru_cache(maxsize=4096)
-def _only_cut(queries: Spans, keys: Spans, causal: bool) -> str | None:
-    """How the only product of all rows and keys is cut; None: a mask would have to say it, or several."""
+def _only_product(queries: Spans, keys: Spans, causal: bool) -> RingProduct | None:
+    """The product of all rows and keys, where there is no other; else None."""
     todo = calls(queries, keys, causal)
     is_one = [call[:2] for call in todo] == [((0, size_of(queries)), (0, size_of(keys)))]
-    return todo[0].cut if is_one and todo[0].cut != "masked" else None
+    return todo[0] if is_one else None
 
 
 def _round(
@@ -456,9 +456,9 @@ def _backward(
     lse: torch.Tensor, grad: torch.Tensor, key: Key | None, way: RingLayout, wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     acc, n, here = wide(q.dtype), len(way.keys), way.here
-    todo = calls(way.queries, way.keys[here], way.causal)
-    if n == 1 and [call[:2] for call in todo] == [((0, q.shape[2]), (0, k.shape[2]))]:
-        block = _block(q, k, v, bias, key, way, here, todo[0], wants_bias)
+    only = _only_product(way.queries, way.keys[here], way.causal) if n == 1 else None
+    if only is not None:
+        block = _block(q, k, v, bias, key, way, here, only, wants_bias)
         if not block.unseen:
             return _backward_at_once(block, grad, out, lse, bias if wants_bias else None)
     dq = torch.zeros_like(q, dtype=acc)
