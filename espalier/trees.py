@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -146,3 +147,12 @@ def flat_map(fn: Callable[[Any], Any], tree: Any, kind: type = object) -> Any:
     """``fn`` on every leaf of a kind, other leaves as they are."""
     parts, form = flatten(tree)
     return unflatten([fn(x) if isinstance(x, kind) else x for x in parts], form)
+
+
+def instances_of(kind: type) -> list[Any]:
+    """All objects of a class that the process has: each refers to its class, as few other things do."""
+    kinds = [kind]
+    for known in kinds:
+        kinds += type.__subclasses__(known)
+    ids = {*map(id, kinds)}  # some classes have no hash
+    return [thing for thing in gc.get_referrers(*kinds) if id(type(thing)) in ids]

@@ -29,7 +29,7 @@ from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
 from espalier.torch_private import raw
-from espalier.trees import named_leaves, tensors_in, tree_map
+from espalier.trees import instances_of, named_leaves, tensors_in, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
 
@@ -659,19 +659,10 @@ def restore_loaders(loaders: Sequence[Loader], states: Sequence[dict[str, Any]] 
 
 def _has_shuffled() -> bool:
     """Whether the process has such a loader, which is no garbage."""
-    if not any(map(_is_shuffled, _loaders_of_torch())):
+    if not any(map(_is_shuffled, instances_of(DataLoader))):
         return False
     gc.collect()
-    return any(map(_is_shuffled, _loaders_of_torch()))
-
-
-def _loaders_of_torch() -> list[Any]:
-    """All that the process has: an object refers to its class, which is found faster than all objects."""
-    kinds: list[type[Any]] = [DataLoader]
-    for kind in kinds:
-        kinds += type.__subclasses__(kind)
-    ids = {*map(id, kinds)}  # some classes have no hash
-    return [thing for thing in gc.get_referrers(*kinds) if id(type(thing)) in ids]
+    return any(map(_is_shuffled, instances_of(DataLoader)))
 
 
 def _is_shuffled(loader: Any) -> bool:

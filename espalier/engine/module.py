@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -19,6 +18,7 @@ from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one
 from espalier.torch_private import as_written, open_transform
+from espalier.trees import instances_of
 
 
 class EngineModule(nn.Module):
@@ -150,9 +150,8 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     own = {id(p) for p in module.parameters()}
     owners = [
         x
-        for x in gc.get_objects()
-        if issubclass(type(x), torch.optim.Optimizer)
-        and any(id(p) in own for group in x.param_groups for p in group["params"])
+        for x in instances_of(torch.optim.Optimizer)
+        if any(id(p) in own for group in x.param_groups for p in group["params"])
     ]
     inner = {id(part) for x in owners if isinstance(x, Several) for part in x.parts}
     return as_one([x for x in owners if id(x) not in inner]) if owners else None

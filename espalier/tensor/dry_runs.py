@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
@@ -313,22 +314,41 @@ def _remembered(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Made] | None:
         return None  # of others torch makes them at once
     with without_torch_functions():
         described = _described((args, tuple(kwargs.items())), tensors)
-        if described is None or not tensors:
+        mode, device = _home(tensors)
+        if described is None or device is None:
             return None
-        first = tensors[0]
-        device = first.fake_device if type(first) is FakeTensor else _META
         made = _made(func, described, device, torch.get_default_dtype(), torch.is_inference_mode_enabled())
         if made is None:
             return None
         if made.offset is None:
             new = [torch.empty_strided(*sizes, dtype=dtype, device=_META) for *sizes, dtype in made.outputs]
         else:
-            (shape, stride, dtype), at = made.outputs[0], first.storage_offset() + made.offset
+            (shape, stride, dtype), at = made.outputs[0], tensors[0].storage_offset() + made.offset
             bare = torch.empty(0, dtype=dtype, device=_META)
-            new = [bare.set_(first.untyped_storage(), at, shape, stride)]
-        if type(first) is FakeTensor:
-            new = [FakeTensor(first.fake_mode, x, device) for x in new]
+            new = [bare.set_(tensors[0].untyped_storage(), at, shape, stride)]
+        if mode is not None:
+            new = [FakeTensor(mode, x, device) for x in new]
     return new[0] if made.kind is torch.Tensor else made.kind(new), made
+
+
+def _home(tensors: list[torch.Tensor]) -> tuple[FakeTensorMode | None, torch.device | None]:
+    """Where what is made of tensors lies: the mode of torch's fake ones, if some are; their device.
+
+    That is ``meta`` for tensors without data. Beside fake ones others may have data. No device: they differ,
+    or all have data.
+    """
+    mode = next((x.fake_mode for x in tensors if type(x) is FakeTensor), None)
+    if mode is None:
+        return None, _META if tensors and all(x.is_meta for x in tensors) else None
+    device: torch.device | None = None
+    for x in tensors:
+        if type(x) not in (FakeTensor, torch.Tensor, nn.Parameter):
+            return mode, None
+        on = x.fake_device if type(x) is FakeTensor else x.device
+        if on != (device or on):
+            return mode, None
+        device = on
+    return mode, device
 
 
 @cache
@@ -342,6 +362,8 @@ def _is_plain(func: Any) -> bool:
 @cache
 def _is_view(func: Any) -> bool:
     """Whether an operation of torch gives one view of its first argument, wherever that begins."""
+    if func is torch.ops.aten._unsafe_view.default:
+        return True  # of the same memory, though torch does not say so
     arguments, returns = func._schema.arguments, func._schema.returns
     if func.namespace != "aten" or func.overloadpacket is torch.ops.aten.as_strided or len(returns) != 1:
         return False
@@ -361,7 +383,7 @@ def _made(
         device: of tensors; another than ``meta`` for torch's fake tensors.
         default, inference: what else it hangs on, as it is now.
     """
-    fake = nullcontext() if device == _META else FakeTensorMode(allow_non_fake_inputs=True)
+    fake = nullcontext() if device == _META else _fake_mode()
     inputs: list[torch.Tensor] = []
 
     def undescribed(x: Any) -> Any:
@@ -380,6 +402,12 @@ def _made(
         count = flop_counts().get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **dict(kwargs), out_val=out))
         return _as_view(out, inputs[0], flops) if _is_view(func) else _as_made(out, inputs, flops)
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    """Made once: torch notes of each where in a program it was made, which takes long."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @cache
@@ -535,11 +563,11 @@ def _without_floats(args: Any, kwargs: Any) -> list[torch.Tensor] | None:
     return inputs
 
 
-_ATOMS = type(None), bool, int, float, str, torch.dtype, torch.device
+_ATOMS = type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format
 
 
 def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
-    """What tells an argument apart; None where it may not be described, or has another device.
+    """What tells an argument apart; None where it may not be described.
 
     Args:
         tensors: that were met; these are added.
@@ -549,11 +577,7 @@ def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.dtype.is_complex:
             return None
-        if type(x) is FakeTensor:
-            of = tensors[0] if tensors else x
-            if x.constant is not None or type(of) is not FakeTensor or x.fake_device != of.fake_device:
-                return None
-        elif not x.is_meta or (tensors and type(tensors[0]) is FakeTensor):
+        if type(x) is FakeTensor and x.constant is not None:
             return None
         tensors.append(x)
         return _Bare(tuple(x.shape), x.stride(), x.dtype)

@@ -48,6 +48,7 @@ from espalier.tensor.rules.meta import seeded, went_back
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
     UNBOUNDED_BLOCK,
+    FakeTensor,
     TorchDispatchMode,
     determinism_checks,
     function_mode_stack,
@@ -112,7 +113,8 @@ def install() -> None:
     install_attention()
     follow_compiler()
     setattr(torch.Tensor, "__setattr__", _set_attribute)  # noqa: B010
-    setattr(DTensor, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
+    for kind in (DTensor, FakeTensor):
+        setattr(kind, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
     for scripted in (torch.jit.ScriptFunction, torch.ScriptMethod):
         setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]

@@ -84,6 +84,22 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
             or activations.
         SplitError: the model cannot be copied, or has sparse tensors.
     """
+    try:
+        return _traced(batch, device, stand_ins, whole, is_watched=False)
+    except _DrawnError:
+        return _traced(batch, device, stand_ins, whole, is_watched=True)
+
+
+def _traced(
+    batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Collection[str], is_watched: bool
+) -> Trace:
+    """:func:`trace`; unless it is watched which modules draw random numbers that are not torch's, none may.
+
+    To watch takes a tenth of the time, and hardly a model draws such.
+
+    Raises:
+        _DrawnError: one has drawn, and that is not watched.
+    """
     batch = mapped(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, batch)
     buffers = ((f"its buffer {name!r}", b) for name, b in stand_ins.model.named_buffers())
     _refuse_sparse(stand_ins.model, buffers)
@@ -96,7 +112,7 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
         for module in twin.module.modules():  # there is no graph here to hook into
             module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         before = stand_ins.snapshot(twin.module)
-        recorded = _recorded(twin, device, fake, whole)
+        recorded = _recorded(twin, device, fake, whole, is_watched)
         if changes := stand_ins.changes(twin.module, before):
             modules = dict(twin.module.named_modules())
             recorded.sharing = stand_ins.sharing(twin.module, changes)
@@ -109,7 +125,7 @@ def trace(batch: Any, device: torch.device, stand_ins: ModelStandIns, whole: Col
             }
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before = stand_ins.snapshot(twin.module)
-            again = _recorded(twin, device, fake, whole)
+            again = _recorded(twin, device, fake, whole, is_watched)
             later = stand_ins.changes(twin.module, before)
             for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
@@ -176,11 +192,16 @@ def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Itera
         yield twin
 
 
-def _recorded(twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake, whole), twin.extra
+def _recorded(
+    twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str], is_watched: bool
+) -> Trace:
+    recorder, batch = _Recorder(twin, device, fake, whole, is_watched), twin.extra
     recorder.begin(batch)
+    before = None if is_watched else Generators()
     with _calls_seen(recorder.module), recorder.worked, recorder:
         out = called(twin.module, batch)
+    if before is not None and not before.as_now():
+        raise _DrawnError
     trace = recorder.trace
     trace.out = mapped(recorder.ref, out)
     constants = [value for value in trace.values if value.source[0] == "constant"]
@@ -207,14 +228,23 @@ class _Hidden(Exception):
     """A module does what cannot be followed, but may be called whole."""
 
 
+class _DrawnError(Exception):
+    """A module has drawn random numbers that are not torch's, and nobody watches which."""
+
+
 class _Recorder(TorchFunctionMode):
     divides = True
 
     def __init__(
-        self, twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str]
+        self,
+        twin: Apart,
+        device: torch.device,
+        fake: FakeTensorMode,
+        whole: Collection[str],
+        is_watched: bool,
     ) -> None:
         super().__init__()
-        self.model, self.fake = twin.module, fake
+        self.model, self.fake, self._is_watched = twin.module, fake, is_watched
         self.trace, self._original = Trace(device, TorchState.now(device.type)), twin.original
         model = twin.module
         self.worked = CostMode()
@@ -305,6 +335,8 @@ class _Recorder(TorchFunctionMode):
 
     def _watch_python(self) -> None:
         """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""
+        if not self._is_watched:
+            return
         if self._drawn is not None and not self._drawn.as_now() and self._path:
             name = self.trace.calls[self._path[-1]].name
             if name not in self.trace.dice:
