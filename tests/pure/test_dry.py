@@ -149,6 +149,34 @@ def test_what_was_found_out_of_fake_tensors_is_recalled() -> None:
     assert views == [*of, (6, (3, 6), torch.float32)] * 9
 
 
+def test_of_fake_tensors_beside_others_is_recalled_too() -> None:
+    """As of views that torch does not call so, and of copies in another order: it is not asked again."""
+
+    class Asked(FakeTensorMode):
+        asked = 0
+
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            self.asked += 1
+            return super().dispatch(*args, **kwargs)
+
+    fake = Asked(allow_non_fake_inputs=True)
+    with fake:
+        x, table = torch.empty(2, 3, 4), torch.empty(7, 4)
+    ids, scale = torch.arange(6).view(2, 3), torch.ones(4, dtype=torch.float64)
+
+    def made() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [F.linear(x, table), F.embedding(ids, table), scale * x, x.mT.contiguous(), x + scale[0]]
+
+    right = made()
+    with CostMode():
+        made()
+        fake.asked = 0
+        found = made()
+    alike(found, right)
+    assert all(type(y) is FakeTensor and y.fake_mode is fake for y in found) and fake.asked == 0
+
+
 def test_a_value_that_a_model_asks_for_is_told_with_its_line() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
