@@ -360,6 +360,13 @@ def _is_plain(func: Any) -> bool:
 
 
 @cache
+def _is_in_place(func: Any) -> bool:
+    """Whether an operation of torch writes to its first argument, number by number, and draws nothing."""
+    writes = func._schema.is_mutable and func.overloadpacket.__name__.endswith("_")
+    return writes and torch.Tag.pointwise in func.tags and _RANDOM not in func.tags
+
+
+@cache
 def _is_view(func: Any) -> bool:
     """Whether an operation of torch gives one view of its first argument, wherever that begins."""
     if func is torch.ops.aten._unsafe_view.default:
@@ -498,6 +505,8 @@ class Recalled(DispatchMode):
             return self._grouped
         if func.overloadpacket not in self._counts and func._can_decompose():
             return self._apart
+        if _is_in_place(func):
+            return self._written
         return self._recalled if _is_plain(func) else self._called
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -514,6 +523,16 @@ class Recalled(DispatchMode):
         out = _grouped_product(*args, **kwargs)
         self.flops += int(self._counts[func.overloadpacket](*args, **kwargs, out_val=out))
         return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A write to each number of a tensor; nothing is asked where what is given is like the tensor."""
+        into = args[0]
+        if into.is_floating_point() and into.is_meta and into.layout is torch.strided:
+            described = into.shape, into.dtype
+            tensors = tensors_in([args, kwargs])
+            if all(x.is_meta and (x.shape, x.dtype) == described for x in tensors):
+                return into
+        return self._called(func, args, kwargs)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self:

@@ -116,6 +116,16 @@ def test_what_was_found_out_of_meta_tensors_is_recalled() -> None:
     assert reached.computed < plainly.computed - 10
 
 
+def test_of_writes_to_each_number_nothing_is_asked() -> None:
+    """An update of parameters; where numbers are of other shapes torch says what is wrong."""
+    x, other, row = empty(4, 6), empty(4, 6), empty(6)
+    with Calls() as reached, Recalled():
+        assert x.lerp_(other, 0.1).mul_(2).addcdiv_(other, other, value=-0.1) is x and reached.number == 0
+        assert x.add_(row) is x and reached.number == 1
+        with pytest.raises(RuntimeError, match="shape"):
+            row.add_(x)
+
+
 def test_what_was_found_out_of_fake_tensors_is_recalled() -> None:
     """A trace's tensors are those that torch's fakes are; what they take is counted alike."""
     fake, views = FakeTensorMode(allow_non_fake_inputs=True), list[Any]()
