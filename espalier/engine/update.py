@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -184,21 +184,49 @@ def _settle(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None
                     state[name] = redistribute(x, layout)
 
 
+@contextmanager
+def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor]) -> Iterator[None]:
+    """Inside, parameters that the engine does not know (copies of its own) have whole gradients."""
+    before = [(p, p._layout, p.grad) for p in came_later]
+    for p, layout, grad in before:
+        p._layout = layout.undeferred
+        p.grad = None if grad is None else redistribute(cast(DTensor, grad), p._layout)
+        state = optimizer.state.get(p, {})
+        for name, x in state.items():
+            if isinstance(x, torch.Tensor) and x.ndim:  # of a parameter whose states are off the device
+                state[name] = x.to(p.device)
+    _take_over(optimizer, came_later)
+    try:
+        yield
+    finally:
+        for p, layout, grad in before:
+            p._layout = layout
+            p.grad = grad
+
+
 def update(
     optimizer: torch.optim.Optimizer,
     factor: torch.Tensor | float | None = None,
     runs: FlatParams | None = None,
+    own: Set[int] | None = None,
 ) -> None:
     """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do.
 
     Args:
         runs: joins parameters that lie one after the other.
+        own: the ``id`` of each parameter whose gradients are finished; by default all are.
     """
     if isinstance(optimizer, Several):
-        optimizer.step_by(partial(update, factor=factor, runs=runs))
+        optimizer.step_by(partial(update, factor=factor, runs=runs, own=own))
         return
     held = _held(optimizer)
     parameters = [p for p in held if type(p) is DTensor]
+    if own is not None:
+        came_later = [p for p in parameters if id(p) not in own and p._layout.mesh.is_member]
+        if came_later:
+            with _finished(optimizer, came_later):
+                update(optimizer, factor, runs)
+            return
     if optimizer.__dict__.pop("_has_others_states", False):
         _take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
@@ -261,7 +289,7 @@ def update_model(
         for part in parts_of(whole):
             meet_others_states(part)
     hooked = _has_hooks(optimizer)
-    step = partial(update, factor=None if hooked else factor, runs=runs)
+    step = partial(update, factor=None if hooked else factor, runs=runs, own=data.own)
     stepping = partial(data.update, optimizer, step, keep, whole.state)
     if hooked:
         _between_hooks(optimizer, factor, seen, stepping)

@@ -178,6 +178,13 @@ class Layout:
             cuts = (*cuts[:state], (*cuts[state], axis), *cuts[state + 1 :])
         return Layout.of(self.mesh, axes, cuts, self.shape)
 
+    @property
+    def undeferred(self) -> Layout:
+        """This layout, of a value whose gradient is reduced where it is made."""
+        if not self.deferred:
+            return self
+        return Layout.of(self.mesh, tuple(R if s == D else s for s in self.axes), self.cuts, self.shape)
+
     def with_deferred(self, axes: Sequence[int]) -> Layout:
         """This layout with the replicated ones among ``axes`` deferred."""
         states = tuple(D if i in axes and s == R else s for i, s in enumerate(self.axes))

@@ -498,9 +498,10 @@ class DTensor(torch.Tensor):
         DTensor._above.await_values((self,))
         with raw():
             copy = stamp(plain(self.detach()).clone(), self._layout.own)
-            grad = plain_call(_grad.__get__, (), (self,), {}) if DETACHED not in memo else None
-            needs = self.requires_grad
-            torch.Tensor.requires_grad_(copy, needs)
+            torch.Tensor.requires_grad_(copy, self.requires_grad)
+            # torch's parameters are copied without gradients
+            keeps = DETACHED not in memo and "_is_param" not in self.__dict__
+            grad = plain_call(_grad.__get__, (), (self,), {}) if keeps else None
             if grad is not None:
                 copy.grad = stamp(plain(grad).clone(), gradient_layout(self._layout))
         for name, value in self.__dict__.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
@@ -57,6 +59,8 @@ def enter_or_gather(
     with drawing_alike(mesh) if name in _DRAWING or name in _REJECTING else nullcontext():
         return _gather(func, args, kwargs, mesh) if inner is None else inner(*args, **kwargs)
 
+
+StandsFor = dict[tuple[torch.autograd.graph.Node, int], DTensor]
 
 # what draws plain numbers, each rank its own
 _DRAWING = frozenset(
@@ -276,8 +280,15 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     layouts: list[Layout] = []
     target = args[0] if args and writes(func) else None
     gathered: list[tuple[DTensor, torch.Tensor, int]] = []
+    stands_for: StandsFor = {}
 
     def whole(x: Any) -> Any:
+        value = gather(x)
+        if custom is not None and type(x) is DTensor and value.requires_grad:
+            stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
+        return value
+
+    def gather(x: Any) -> Any:
         if type(x) is not DTensor:
             return on_dry(x, mesh) if mesh.is_dry and isinstance(x, torch.Tensor) else x
         layout = x._layout
@@ -309,7 +320,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts))
             else:
                 _warn_of(custom.__name__, custom.__module__)
-        call = func if custom is None else on_wholes(custom)
+        call = func if custom is None else on_wholes(custom, stands_for)
         out = call(*local_args, **local_kwargs)
         if mesh.is_dry and isinstance(target, torch.Tensor) and type(target) is not DTensor:
             written_on_dry(target, local_args[0])
@@ -476,12 +487,13 @@ def _versions(args: Sequence[Any]) -> list[int]:
     return [a._version for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
 
 
-def on_wholes(cls: type[Function]) -> Apply:
+def on_wholes(cls: type[Function], stands_for: StandsFor | None = None) -> Apply:
     """``cls.apply`` for plain tensors that every rank holds whole, whatever the function meets inside.
 
     Its code may use more tensors than it is given: the parameters of a module, what a closure holds. So where
     DTensors come into it torch functions are intercepted, as anywhere; and what goes out of ``forward`` and
-    ``backward``, or is saved between them, is whole and plain again.
+    ``backward``, or is saved between them, is whole and plain again. A backward that asks for gradients with
+    respect to what it was given, as adjoint methods do, means the DTensors for which that stands.
     """
     twin = cls.__dict__.get("_twin")
     if twin is None:
@@ -494,27 +506,65 @@ def on_wholes(cls: type[Function]) -> Apply:
         metaclass: Any = type(cls)
         twin = cls._twin = metaclass(cls.__name__, (cls,), names)  # type: ignore[attr-defined]
     apply: Apply = twin.apply
-    return apply
+    if not stands_for:
+        return apply
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        with standing(stands_for):
+            return apply(*args, **kwargs)
+
+    return applied
 
 
 def _enclosed(method: Callable[..., Any], saves: bool) -> Callable[..., Any]:
+    goes_back = method.__name__ in ("backward", "vjp")
+
     @functools.wraps(method)
     def enclosed(*args: Any, **kwargs: Any) -> Any:
-        with with_torch_functions():
+        with with_torch_functions(), standing(args[0].stands_for) if goes_back else nullcontext():
             out = method(*args, **kwargs)
-        if saves and any(type(x) is DTensor for x in args[0].to_save or ()):
-            args[0].to_save = tuple(map(_whole, args[0].to_save))
+        if saves:
+            args[0].stands_for = stands_for = dict(_open.stands_for)
+            if any(type(x) is DTensor for x in args[0].to_save or ()):
+                args[0].to_save = tuple(_whole(x, stands_for) for x in args[0].to_save)
         return tuple(map(_whole, out)) if type(out) is tuple else _whole(out)
 
     return enclosed
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: Any, stands_for: StandsFor | None = None) -> Any:
     if type(x) is not DTensor:
         return x
-    with raw():
+    with raw(), nullcontext() if stands_for is None else torch.enable_grad():
         layout = layout_of(x)
-        return plain(move(x, layout, Layout.replicated(layout.mesh, layout.shape)))
+        value = plain(move(x, layout, Layout.replicated(layout.mesh, layout.shape)))
+    if stands_for is not None and value.requires_grad:
+        stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
+    return value
+
+
+class _Open(threading.local):
+    stands_for: StandsFor = {}  # noqa: RUF012
+
+
+_open = _Open()
+
+
+@contextmanager
+def standing(stands_for: StandsFor) -> Iterator[None]:
+    """While open, plain whole values that autograd knows by these edges stand for DTensors."""
+    before, _open.stands_for = _open.stands_for, stands_for
+    try:
+        yield
+    finally:
+        _open.stands_for = before
+
+
+def stood_for(x: Any) -> Any:
+    """The DTensor for which a plain whole value stands in a custom function, or ``x``."""
+    if not _open.stands_for or type(x) is DTensor or not isinstance(x, torch.Tensor) or not x.requires_grad:
+        return x
+    return _open.stands_for.get(get_gradient_edge(x)[:2], x)
 
 
 def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:

@@ -555,7 +555,111 @@ def copies_made_before(lay: Lay) -> list[Any]:
     return [*out, loss_of(model, 3).item(), *model.parameters(), *average.parameters()]
 
 
+class Stack(nn.Module):
+    """Layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.layers = nn.ModuleList([nn.Linear(12, 12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.leave(x)
+
+
+def layers_that_come_later(lay: Lay) -> list[Any]:
+    """A copy of a layer that has gradients, and a new one, which the optimizer is given."""
+    model, out = Stack(), []
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for step in range(4):
+        out.append(trained(model, optimizer, step).item())
+        if step in (1, 2):
+            layer = copy.deepcopy(model.layers[0]) if step == 1 else nn.Linear(12, 12)
+            assert all(p.grad is None for p in layer.parameters())
+            model.layers.append(layer)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
+    return [*out, *model.parameters()]
+
+
+class Points(nn.Module):
+    """Points that vote by their distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.vote = nn.Parameter(torch.rand(5, 6)), nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (-torch.cdist(x, self.place)).exp() @ self.vote
+
+
+def rows_that_come_later(lay: Lay) -> list[Any]:
+    """Parameters give way to others with more rows, which take over their states."""
+    model, out = Points(), []
+    groups = [{"params": [p], "name": name} for name, p in model.named_parameters()]
+    model, optimizer = lay(model, torch.optim.Adam(groups, 0.05))
+    for step in range(4):
+        out.append(trained(model, optimizer, step).item())
+        for group in optimizer.param_groups if step == 1 else ():
+            old = group["params"][0]
+            state = optimizer.state.pop(old)
+            new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] * 0.9]))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.cat([state[name], torch.zeros_like(state[name][:2])])
+            group["params"], optimizer.state[new] = [new], state
+            setattr(model, group["name"], new)
+    return [*out, *model.parameters()]
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler's steps along a field; backward, gradients with respect to what was saved are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            for _ in range(2):
+                x = x + field(x) / 2
+        ctx.save_for_backward(x, *parameters)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        sums = [torch.zeros_like(p) for p in parameters]
+        for _ in range(2):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = ctx.field(x)
+                of_x, *of_them = torch.autograd.grad(y, (x, *parameters), grad / 2, allow_unused=True)
+            x, grad = x - y.detach() / 2, grad + of_x
+            sums = [a if b is None else a + b for a, b in zip(sums, of_them, strict=True)]
+        return None, grad, *sums
+
+
+class Flow(nn.Module):
+    """What a field makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.field, self.leave = nn.Linear(6, 8), net(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(Adjoint.apply(self.field, self.enter(x), *self.field.parameters()))
+
+
+def adjoint_methods(lay: Lay) -> list[Any]:
+    model = Flow()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.1))
+    return [*[trained(model, optimizer, step).item() for step in range(3)], *model.parameters()]
+
+
 PROGRAMS = (
+    adjoint_methods,
+    layers_that_come_later,
+    rows_that_come_later,
     functions_of_torchscript,
     losses_of_torchscript,
     copies_made_before,
@@ -600,7 +704,13 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 # these compute with a parameter's data (p.data) beside tensors of the device
-OF_DATA = (copies_made_before, transforms_of_the_model, averages_of_weights)
+OF_DATA = (
+    copies_made_before,
+    transforms_of_the_model,
+    averages_of_weights,
+    layers_that_come_later,
+    rows_that_come_later,
+)
 
 
 def numbers(values: list[Any]) -> torch.Tensor:
@@ -662,6 +772,8 @@ def in_float64(rank: int, world: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:(spread_out|_lambda|forward|.* of sparse tensors) has no sharding rule")
+@pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule")
+@pytest.mark.filterwarnings("ignore:The autograd function Adjoint has no rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:Graph cannot be split:espalier.parallel.compose.UndividedWarning")

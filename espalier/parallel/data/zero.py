@@ -58,6 +58,7 @@ class ZeroState:
         chunks: of the trained parameters.
         copies: how many pieces have so many bytes; the smallest of them are copied for an update.
         lines: the trained parameters of each part as they go into chunks, where these are by size.
+        own: the ``id`` of each of the model's parameters here.
         has_thawed: whether parameters that were frozen have come to be trained; who has seen it unsets it.
     """
 
@@ -87,6 +88,7 @@ class ZeroState:
             ShardedParam(name, p, layouts[name], *_own(axes, layouts[name], mesh), dtype, by_piece)
             for name, p in named
         ]
+        self.own = {id(m.p) for m in self.members}
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         self._after: list[tuple[nn.Parameter, dict[int, Any]]] = []
         self.has_thawed = False

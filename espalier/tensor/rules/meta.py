@@ -17,6 +17,7 @@ from espalier.layout.layout import R, is_partial
 from espalier.sharding.spec import bound_to, special, spellings
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
+from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
 from espalier.torch_private import dual_parts, forward_dual, plain_call, raw, tensor_attributes
@@ -158,6 +159,7 @@ def gradients(
         ends = [
             seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, grad_outputs, strict=True)
         ]
+        inputs = [stood_for(x) for x in inputs]
         edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in inputs]
     zeros = bound.pop("materialize_grads", False)
     if zeros:
