@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +61,7 @@ def enter_or_gather(
 
 
 StandsFor = dict[tuple[torch.autograd.graph.Node, int], DTensor]
+_standing: ContextVar[StandsFor | None] = ContextVar("standing", default=None)
 
 # what draws plain numbers, each rank its own
 _DRAWING = frozenset(
@@ -524,7 +525,7 @@ def _enclosed(method: Callable[..., Any], saves: bool) -> Callable[..., Any]:
         with with_torch_functions(), standing(args[0].stands_for) if goes_back else nullcontext():
             out = method(*args, **kwargs)
         if saves:
-            args[0].stands_for = stands_for = dict(_open.stands_for)
+            args[0].stands_for = stands_for = dict(_standing.get() or {})
             if any(type(x) is DTensor for x in args[0].to_save or ()):
                 args[0].to_save = tuple(_whole(x, stands_for) for x in args[0].to_save)
         return tuple(map(_whole, out)) if type(out) is tuple else _whole(out)
@@ -543,28 +544,22 @@ def _whole(x: Any, stands_for: StandsFor | None = None) -> Any:
     return value
 
 
-class _Open(threading.local):
-    stands_for: StandsFor = {}  # noqa: RUF012
-
-
-_open = _Open()
-
-
 @contextmanager
 def standing(stands_for: StandsFor) -> Iterator[None]:
     """While open, plain whole values that autograd knows by these edges stand for DTensors."""
-    before, _open.stands_for = _open.stands_for, stands_for
+    token = _standing.set(stands_for)
     try:
         yield
     finally:
-        _open.stands_for = before
+        _standing.reset(token)
 
 
 def stood_for(x: Any) -> Any:
     """The DTensor for which a plain whole value stands in a custom function, or ``x``."""
-    if not _open.stands_for or type(x) is DTensor or not isinstance(x, torch.Tensor) or not x.requires_grad:
+    known = _standing.get()
+    if not known or type(x) is DTensor or not isinstance(x, torch.Tensor) or not x.requires_grad:
         return x
-    return _open.stands_for.get(get_gradient_edge(x)[:2], x)
+    return known.get(get_gradient_edge(x)[:2], x)
 
 
 def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:
