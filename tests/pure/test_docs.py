@@ -15,8 +15,9 @@ import pytest
 
 import espalier.api
 from espalier.mesh.process import finish
-from tests.pool import Pool
+from tests.pool import Pool, forks
 
+PRELOAD = ["torch._dynamo.backends.common", "torch._inductor.pattern_matcher"]
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [page for page in PAGES if "```python" in page.read_text("utf-8")]
@@ -46,9 +47,10 @@ def run_pages(rank: int, world: int, port: int, *pages: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
-def test_the_examples_of_all_pages_run() -> None:
+def test_the_examples_of_all_pages_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block works, and prints what the page says; on ranks apart, as pages change rules."""
     pages = [str(page.relative_to(ROOT)) for page in RUN]
+    monkeypatch.setattr("tests.pool._context", lambda rank, preload: forks(preload))  # the first rank, too
     pool = Pool()
     try:
         printed, *_ = pool(4, run_pages, os.getpid(), *pages, timeout=900)
