@@ -7,6 +7,7 @@ from this one, which has torch imported. FOLDER/<world> gets what its ranks wrot
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -15,14 +16,18 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch._dynamo  # what optimizers import: here, once for all ranks
-import torch.distributed as dist
-from torch import nn
-
 import espalier
-from espalier.checkpoint import newest
-from espalier.comm import all_reduce
+from espalier.later import uncollected
+
+with uncollected():
+    import torch
+    import torch._dynamo  # what optimizers import: here, once for all ranks
+    import torch.distributed as dist
+    from torch import nn
+
+    from espalier.checkpoint import newest
+    from espalier.comm import all_reduce
+    from espalier.mesh.launch import leave
 
 FAULTS = espalier.Faults(limit=4.0, outside=30.0)
 AT = 3
@@ -143,7 +148,9 @@ def misbehave(kind: str, engine: espalier.Engine) -> bool:
     elif kind == "compute":
         until = time.monotonic() + 2 * FAULTS.limit
         while time.monotonic() < until:
-            torch.randn(64, 64) @ torch.randn(64, 64)
+            for _ in range(50):
+                torch.randn(64, 64) @ torch.randn(64, 64)
+            time.sleep(0.05)  # a share of a core is work, too
     elif kind == "patient":
         with engine.pulse.patient():
             time.sleep(2.5 * FAULTS.limit)
@@ -151,4 +158,6 @@ def misbehave(kind: str, engine: espalier.Engine) -> bool:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported lies in pages that all share
     main(Path(sys.argv[1]), sys.argv[2:])
+    leave()
