@@ -38,15 +38,14 @@ from _namespaces import hub_of, namespaces, shell
 
 LINK: Final = "eth0"
 NEAR: Final = 1e-9
-EACH: Final = 40  # steps on both hosts, on one, and on both again, at the least
+EACH: Final = 20  # steps on both hosts, on one, and on both again, at the least
 JOB: Final = """
 [model]
-kind = "gpt"
+kind = "module"
+build = "slow:build"
+labels = "next"
 vocab_size = 64
 max_positions = 32
-hidden = 32
-layers = 2
-heads = 2
 
 [data]
 kind = "tokens"
@@ -70,6 +69,19 @@ every = 10
 
 [elastic]
 min_data = 1
+"""
+# steps that sleep leave the cores to hosts that lose and find each other
+MODEL: Final = """
+import time
+from espalier.models import GPT, GPTConfig
+
+class Slow(GPT):
+    def forward(self, *given, **named):
+        time.sleep(0.1)
+        return super().forward(*given, **named)
+
+def build():
+    return Slow(GPTConfig(vocab_size=64, max_positions=32, hidden=32, layers=2, heads=2))
 """
 ALONE: Final = """
 from espalier.train.job import Job
@@ -214,6 +226,7 @@ def main() -> int:
         for ranks, folder in enumerate(folders, 1):
             folder.mkdir()
             (folder / "job.toml").write_text(JOB.format(ranks=ranks))
+            (folder / "slow.py").write_text(MODEL)
         try:
             with namespaces(1, LINK):
                 pass
