@@ -25,7 +25,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def main(batch: int = 16, **options: Any) -> list[float]:
+def main(batch: int = 16, epochs: int = 7, **options: Any) -> list[float]:
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, **options)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -38,7 +38,7 @@ def main(batch: int = 16, **options: Any) -> list[float]:
     folder = [tempfile.mkdtemp()]
     broadcast_object_list(folder)
     numbers = []
-    for epoch in range(7):
+    for epoch in range(epochs):
         torch.manual_seed(epoch)
         model.train()
         for images, labels in rows:

@@ -22,6 +22,7 @@ from tests.compat.migrated import PROGRAMS, migrate  # noqa: E402 - behind the s
 
 PRELOAD = ("accelerate",)
 TOLERANCE = 1e-6  # float32
+EPOCHS = 4  # after the first a state is saved, after the second it is loaded
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def afresh() -> Iterator[None]:
 
 def run(name: str, folder: Path = PROGRAMS, **options: Any) -> list[float]:
     with afresh():
-        return runpy.run_path(str(folder / f"{name}.py"))["main"](**options)
+        return runpy.run_path(str(folder / f"{name}.py"))["main"](epochs=EPOCHS, **options)
 
 
 def theirs(rank: int, world: int, batch: int) -> list[float]:

@@ -92,17 +92,17 @@ def rank_of(number: int) -> int:
 
 
 def send(number: signal.Signals, rank: int, folder: Path, after: int, times: int, saved: bool) -> None:
-    path, killed = folder / "out/metrics.jsonl", 0
+    path, killed, asked = folder / "out/metrics.jsonl", 0, job(folder)
     for _ in range(times):
         while (
             not path.exists()
-            or (saved and RunCheckpoints.newest(job(folder)) is None)
             or path.read_text().count("\n") < after
+            or (saved and RunCheckpoints.newest(asked) is None)
             or (found := rank_of(rank)) in (0, killed)
         ):
             if path.exists() and path.read_text().count("\n") == STEPS:
                 return  # it came to its end unhurt
-            time.sleep(0.005)
+            time.sleep(0.02)
         killed = found
         os.kill(killed, number)
 
@@ -279,16 +279,16 @@ def test_tables_that_need_checkpoints_say_so(tmp_path):
     assert "spikes.on_spike" in told and "elastic.restarts" in told and "elastic.min_data = 5" in told
 
 
-def torchrun_of(name: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a ready file, and its environment, on one host with two ranks."""
+def torchrun_of(name: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The command of a ready file, and its environment, on one host."""
     if name == "slurm.sbatch":
-        environment = {"LAUNCH": "env", "RANKS_PER_NODE": "2", "MASTER": "127.0.0.1", "PORT": "0"}
+        environment = {"LAUNCH": "env", "RANKS_PER_NODE": str(ranks), "MASTER": "127.0.0.1", "PORT": "0"}
         return ["bash", str(ROOT / "deploy" / name), "job.toml"], environment
     *_, spec = yaml.safe_load_all((ROOT / "deploy" / name).read_text())
     container = spec["spec"]["template"]["spec"]["containers"][0]
     changed = {
         "--nnodes=2": "--nnodes=1",
-        "--nproc-per-node=8": "--nproc-per-node=2",
+        "--nproc-per-node=8": f"--nproc-per-node={ranks}",
         "/runs/job.toml": "job.toml",
     }
     changed["--rdzv-endpoint=espalier-0.espalier:29400"] = "--rdzv-endpoint=127.0.0.1:0"
@@ -298,14 +298,14 @@ def torchrun_of(name: str) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("name", ["slurm.sbatch", "kubernetes.yaml"])
-def test_the_commands_of_the_ready_files_train(tmp_path, name):
+@pytest.mark.parametrize(("name", "ranks"), [("slurm.sbatch", 1), ("kubernetes.yaml", 2)])
+def test_the_commands_of_the_ready_files_train(tmp_path, name, ranks):
     (tmp_path / "job.toml").write_text(
         '[model]\nkind = "gpt"\nvocab_size = 40\nlayers = 1\nhidden = 16\nheads = 2\nmax_positions = 12\n'
-        '[data]\nkind = "tokens"\n[plan]\ndata = 2\n[train]\nsteps = 2\nbatch_size = 4\nsequence = 12\n'
-        "[checkpoint]\n"
+        f'[data]\nkind = "tokens"\n[plan]\ndata = {ranks}\n[train]\nsteps = 2\nbatch_size = 4\n'
+        "sequence = 12\n[checkpoint]\n"
     )
-    command, settings = torchrun_of(name)
+    command, settings = torchrun_of(name, ranks)
     bins = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | settings | {"PATH": os.pathsep.join(bins), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -333,6 +333,21 @@ def test_a_host_that_is_cut_off_and_comes_back_trains_on():
         assert line in done.stdout
 
 
+SLOW = """
+import time
+from espalier.models import GPT, GPTConfig
+
+class Slow(GPT):
+    def forward(self, *given, **named):
+        time.sleep(0.1)  # the cores are left to the other run, which may begin later
+        return super().forward(*given, **named)
+
+def build():
+    return Slow(GPTConfig(vocab_size=40, layers=1, hidden=16, heads=2, max_positions=12))
+"""
+OWN = {"kind": "module", "build": "slow:build", "labels": "next", "vocab_size": 40, "max_positions": 12}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal of its own, and /proc")
 def test_ctrl_c_and_a_closed_terminal_save_and_leave_no_process(tmp_path):
     """`espalier train -n 2` in a terminal, both at once."""
@@ -342,7 +357,8 @@ def test_ctrl_c_and_a_closed_terminal_save_and_leave_no_process(tmp_path):
             folder = tmp_path / way
             folder.mkdir()
             path = folder / "job.toml"
-            tables = job(folder, plan_data=2, train_steps=100_000, checkpoint_every=0).raw
+            (folder / "slow.py").write_text(SLOW)
+            tables = job(folder, model=OWN, plan_data=2, train_steps=100_000, checkpoint_every=0).raw
             path.write_text("\n".join(f"[{name}]\n{toml(table)}" for name, table in tables.items()))
             runs[way] = in_a_terminal([sys.executable, "-m", "espalier", "train", str(path)])
         said: dict[str, bytes] = dict.fromkeys(runs, b"")

@@ -73,7 +73,7 @@ def test_what_fits_no_longer_goes_away(on_sim: Callable[..., list[Any]]) -> None
 def in_turn(shared: Shared, rank: int, world: int) -> list[Run]:
     """Batches that are long and short in turn, where the last rank alone has too little for long ones."""
     plan = {"data": world, "zero": 1}
-    sizes = [*ROWS, *[SHORT] * 12, *([LONG] + [SHORT] * 12) * 4]
+    sizes = [*ROWS, *[SHORT] * 12, *([LONG] + [SHORT] * 12) * 2]
     roomy = trained(None, [SHORT] * 5 + [LONG], **plan)
     return [trained(less_by_a_third(roomy) if rank == world - 1 else None, sizes, **plan)]
 
@@ -86,7 +86,7 @@ def test_what_fits_again_comes_back(on_sim: Callable[..., list[Any]], figures: l
     first, away = len(ROWS), other.away
     assert away[first - 1] > 0
     assert away[first : first + 7] == [away[first - 1]] * 7 and away[first + 8] == 0
-    # the first of four more long batches sends them away; twelve short ones are then too few to be believed
+    # the first of two more long batches sends them away; twelve short ones are then too few to be believed
     moves = sum(a != b for a, b in pairwise(away[first:]))
-    figures.append(f"a budget, 5 turns from long to short batches: {moves} changes of place")
+    figures.append(f"a budget, 3 turns from long to short batches: {moves} changes of place")
     assert moves == 2 and away[-1] > 0
