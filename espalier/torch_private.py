@@ -256,6 +256,7 @@ DOORS = {
     "vmap": "torch._functorch.vmap:_add_batch_dim",
     "grad": "torch._functorch.eager_transforms:_wrap_for_grad",
     "functionalize": "torch._functorch.eager_transforms:_wrap_all_tensors_to_functional",
+    "functional": "torch.nn.functional:handle_torch_function",
     "norm": "torch.nn.utils.clip_grad:_get_total_norm",
     "clipping": "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
     "grouping": "torch.nn.utils.clip_grad:_group_tensors_by_device_and_dtype",

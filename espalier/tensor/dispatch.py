@@ -25,7 +25,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, stamp
+from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, set_class, stamp
 from espalier.tensor.fallback import (
     asks_in_place,
     enter_or_gather,
@@ -181,7 +181,7 @@ class CachedCall:
             out = func(*moved, **kwargs)
         if type(out) is DTensor:
             return _stamp(out, self.outs[0])
-        out.__class__ = DTensor
+        set_class(out, DTensor)
         out._layout = self.out
         return out
 
@@ -329,12 +329,12 @@ def dispatch(
         return _unruled(func, types, args, kwargs)
     if entry.simple:
         out = plain_call(func, types, args, kwargs)
-        out.__class__ = DTensor
+        set_class(out, DTensor)
         out._layout = entry.out
         return out
     if entry.quick:
         out = plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
-        out.__class__ = DTensor
+        set_class(out, DTensor)
         out._layout = entry.out
         return out
     if entry.flat:

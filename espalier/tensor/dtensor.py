@@ -541,13 +541,16 @@ def _known(layout: Layout) -> Layout:
     return layout
 
 
+# past ``torch.Tensor.__setattr__``, which is Python here: the way of every call and step
+set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__
+
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 
 
 def stamp(x: torch.Tensor, layout: Layout) -> DTensor:
     """Make a local tensor a DTensor in place; no copy, no new autograd node."""
-    x.__class__ = DTensor
+    set_class(x, DTensor)
     x._layout = layout  # type: ignore[attr-defined]
     return x  # type: ignore[return-value]
 

@@ -34,10 +34,10 @@ from espalier.comm.custom_ops import dividing, recorders, recording
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_cuts, same_data
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
-from espalier.tensor import fallback
+from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
 from espalier.tensor.dispatch import dispatch, unruled
-from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
 from espalier.tensor.loans import whole
 from espalier.tensor.modules import typed_conversion
@@ -112,6 +112,7 @@ def install() -> None:
     install_steps()
     install_attention()
     follow_compiler()
+    shortcuts.install()
     setattr(torch.Tensor, "__setattr__", _set_attribute)  # noqa: B010
     for kind in (DTensor, FakeTensor):
         setattr(kind, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
@@ -330,16 +331,16 @@ def on_locals(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     with raw():
         grads = [g for g in map(_grad, parameters) if type(g) is DTensor]
         for p in parameters:
-            p.__class__ = nn.Parameter
+            set_class(p, nn.Parameter)
         for g in grads:
-            g.__class__ = torch.Tensor  # type: ignore[assignment]
+            set_class(g, torch.Tensor)
         try:
             yield
         finally:
             for p in parameters:
-                p.__class__ = DTensor
+                set_class(p, DTensor)
             for g in grads:
-                g.__class__ = DTensor
+                set_class(g, DTensor)
 
 
 def stamp_states(optimizer: Optimizer) -> None:

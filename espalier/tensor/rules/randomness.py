@@ -28,8 +28,8 @@ from espalier.tensor.random import draw_key, integers, normal, uniform
 from espalier.tensor.rules.pointwise import letters, operands_in
 
 
-@rule(torch.nn.functional.dropout, torch.dropout)
-@rule_in_place(torch.dropout_)
+@rule(torch.nn.functional.dropout, torch.dropout, loose=True)
+@rule_in_place(torch.dropout_, loose=True)
 def dropout(input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec:
     """The same mask under every layout."""
     dims = input.dims()
