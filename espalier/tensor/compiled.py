@@ -12,11 +12,9 @@ import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from copy import copy
 from functools import partial
-from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from espalier.blocks import HOOKS, around
+from espalier.blocks import around
 from espalier.comm.custom_ops import observed, tracers
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
@@ -40,10 +38,20 @@ from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
+from espalier.tensor.surroundings import (
+    CONSTANTS,
+    AttributeGuard,
+    HolderSlot,
+    Surroundings,
+    identity,
+    same,
+    watched,
+)
 from espalier.tensor.ways import Ways
 from espalier.torch_private import (
     aot_eager,
     compiler,
+    getter,
     inductor,
     method,
     raw,
@@ -71,20 +79,6 @@ _SIMPLE = (
 
 class Refused(RuntimeError):
     """A program that cannot be compiled as one graph; the message says why and what to do."""
-
-
-class HolderSlot(NamedTuple):
-    """Where a tensor is kept that is no argument: ``holder[key]``."""
-
-    holder: Any
-    key: Any
-
-    def get(self) -> Any:
-        """What is there now; None if nothing is."""
-        try:
-            return self.holder[self.key]
-        except (KeyError, IndexError, ValueError):
-            return None
 
 
 class Key(NamedTuple):
@@ -337,11 +331,11 @@ def _title(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 Tracing = Callable[[Callable[..., Any], Sequence[torch.Tensor]], Any]
 
+# the C functions themselves: this is the way of every call
 _stride = method("stride")
+_shape, _device, _dtype, _needs_gradient = map(getter, ("shape", "device", "dtype", "requires_grad"))
 _BUCKET = 25.0  # megabytes of one message
 _LIMIT = 16  # kinds of inputs for which one region is compiled
-_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_INTERNAL = (vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}) - {"training"}
 
 
 def compile(  # torch's own name for it
@@ -503,7 +497,7 @@ class Region:
         """The same while it is followed, and for nothing."""
         leaves, form = flatten((args, kwargs))
         places: dict[int, HolderSlot] = {}
-        list(_watched(self.owner, places))
+        list(watched(self.owner, places))
         return _followed(self._call, places, leaves, form)[2]
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
@@ -516,8 +510,9 @@ class Region:
         written = "written", partial(self.as_written, args, kwargs)
         if observed() or any(watcher.inside for watcher in watchers()):
             return written
-        leaves, form = flatten((args, kwargs))
-        key = (_state(), *map(_kind, leaves), _repeats(leaves), form)
+        is_flat = not kwargs and all(type(a) is DTensor for a in args)
+        leaves, form = (list(args), None) if is_flat else flatten((args, kwargs))
+        key = (_state(), *_kinds(leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
@@ -557,14 +552,18 @@ def _state() -> Any:
     )
 
 
+def _kinds(inputs: Sequence[Any]) -> list[Any]:
+    """What of each input decides about the program: of tensors all but their values."""
+    await_values([x for x in inputs if isinstance(x, torch.Tensor)])
+    with raw():
+        return [_kind(x) for x in inputs]
+
+
 def _kind(x: Any) -> Any:
-    """What of an input decides about the program: of tensors all but their values."""
     if isinstance(x, torch.Tensor):
-        await_values((x,))
-        with raw():
-            where = x._layout if type(x) is DTensor else (tuple(x.shape), x.device)
-            return (where, x.dtype, x.requires_grad, _stride(x))
-    if isinstance(x, _CONSTANTS):
+        where = x._layout if type(x) is DTensor else (tuple(_shape(x)), _device(x))
+        return (where, _dtype(x), _needs_gradient(x), _stride(x))
+    if isinstance(x, CONSTANTS):
         return (type(x), x)
     return (type(x), id(x))
 
@@ -612,16 +611,17 @@ class _Variant:
         form: Any,
     ) -> None:
         self.written = recorder.written
-        self._compiled, self._sources, self._guards = compiled, recorder.sources, guards
+        self._compiled, self._sources, self._around = compiled, recorder.sources, Surroundings(guards)
         self._outputs, self._form = outputs, form
         self._draws = any(isinstance(s, Key) for s in self._sources)
-        self._places = [(*s, _kind(s.get())) for s in self._sources if type(s) is HolderSlot]
+        self._places = [s for s in self._sources if type(s) is HolderSlot]
+        self._kinds = _kinds([place.get() for place in self._places])
 
     def fits(self) -> bool:
         """Whether modules and their tensors are as they were when it was recorded."""
         try:
-            return all(_same(holder[key], value) for holder, key, value in self._guards) and all(
-                _kind(holder[key]) == kind for holder, key, kind in self._places
+            return self._around.are_same() and self._kinds == _kinds(
+                [holder[key] for holder, key in self._places]
             )
         except (KeyError, IndexError, ValueError):  # deleted meanwhile
             return False
@@ -673,7 +673,7 @@ def _followed(
             entered[i] = _fresh(x) if at == i else entered[at]
             if at == i:
                 recorder.take(entered[i], i)
-    args, kwargs = unflatten(entered, form)
+    args, kwargs = unflatten(entered, form) if form is not None else (tuple(entered), {})
     with recorder:
         out = call(*args, **kwargs)
     return recorder, entered, out
@@ -684,7 +684,7 @@ def _record(
 ) -> tuple[_Variant, Any]:
     """Run the region once, and compile what it did."""
     places: dict[int, HolderSlot] = {}
-    guards = list(_watched(owner, places))
+    guards = list(watched(owner, places))
     recorder, entered, out = _followed(call, places, leaves, form)
     _refuse_changes(guards, owner, places)
     results, out_form = flatten(out)
@@ -713,7 +713,7 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
 
 def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], positions: dict[Any, int]) -> Any:
     if not isinstance(x, torch.Tensor):
-        if not isinstance(x, _CONSTANTS):
+        if not isinstance(x, CONSTANTS):
             raise Refused(
                 f"espalier.compile: the region returns a {type(x).__name__}. Return tensors, numbers, or "
                 "tuples, lists and dicts of them (or register the class with torch.utils._pytree)."
@@ -737,99 +737,13 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
         return like.requires_grad_(x.requires_grad)
 
 
-# ---- what a region hangs on beside its arguments
-
-AttributeGuard = tuple[Any, Any, Any]  # holder, key, value
-
-
-def _watched(owner: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
-    """All that the program may hang on beside its arguments; tensors go into ``places``."""
-    if isinstance(owner, torch.nn.Module):
-        yield from _of_module(owner, places)
-    else:
-        yield from _of_function(owner, places, set())
-
-
-def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -> Iterator[AttributeGuard]:
-    function = inspect.unwrap(function)
-    bound = getattr(function, "__self__", None)
-    if isinstance(bound, torch.nn.Module):
-        yield from _of_module(bound, places)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
-    if function.__module__.split(".")[0] in ("torch", "espalier"):
-        return
-    kept: list[AttributeGuard] = [
-        (_Cell(cell), name, cell.cell_contents)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    ]
-    names = function.__code__.co_names
-    kept += [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
-    for holder, key, value in kept:
-        yield from _of_value(holder, key, value, places)
-        if isinstance(value, torch.nn.Module):
-            yield from _of_module(value, places)
-        elif isinstance(value, FunctionType):
-            yield from _of_function(value, places, seen)
-
-
-def _of_module(root: torch.nn.Module, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
-    for module in root.modules():
-        for holder in (module._parameters, module._buffers, module._modules, module.__dict__):
-            for key, value in holder.items():
-                if key not in _INTERNAL:
-                    yield from _of_value(holder, key, value, places)
-        for name in HOOKS:
-            yield module.__dict__, name, module.__dict__[name].copy()
-
-
-def _of_value(holder: Any, key: Any, value: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
-    if isinstance(value, torch.Tensor):
-        places.setdefault(id(value), HolderSlot(holder, key))
-    elif isinstance(value, tuple | list | dict):
-        yield holder, key, copy(value)
-        for k, x in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(x, torch.Tensor):
-                places.setdefault(id(x), HolderSlot(value, k))
-    else:
-        yield holder, key, value
-
-
-class _Cell:
-    """A variable of an enclosing function, read as a mapping is."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        return self.cell.cell_contents
-
-
-def _identity(holder: Any) -> int:
-    return id(holder.cell if type(holder) is _Cell else holder)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    return isinstance(a, _CONSTANTS) and bool(a == b)
-
-
 def _refuse_changes(guards: list[AttributeGuard], owner: Any, places: dict[int, HolderSlot]) -> None:
     """Raise if the region itself changed what it hangs on: compiled, it would not."""
     after: dict[int, HolderSlot] = {}
-    now = {(_identity(holder), key): value for holder, key, value in _watched(owner, after)}
-    before = {(_identity(holder), key): value for holder, key, value in guards}
+    now = {(identity(holder), key): value for holder, key, value in watched(owner, after)}
+    before = {(identity(holder), key): value for holder, key, value in guards}
     changed = [k for _, k in before.keys() ^ now.keys()]
-    changed += [at[1] for at in before.keys() & now.keys() if not _same(before[at], now[at])]
+    changed += [at[1] for at in before.keys() & now.keys() if not same(before[at], now[at])]
     changed += [places.get(i, after.get(i)).key for i in places.keys() ^ after.keys()]  # type: ignore[union-attr]
     if changed:
         raise Refused(

@@ -1,0 +1,142 @@
+"""What a compiled region hangs on beside its arguments: tensors and attributes of modules and functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from copy import copy
+from operator import is_
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.blocks import HOOKS
+
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_INTERNAL = (vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}) - {"training"}
+
+
+class HolderSlot(NamedTuple):
+    """Where a tensor is kept that is no argument: ``holder[key]``."""
+
+    holder: Any
+    key: Any
+
+    def get(self) -> Any:
+        """What is there now; None if nothing is."""
+        try:
+            return self.holder[self.key]
+        except (KeyError, IndexError, ValueError):
+            return None
+
+
+AttributeGuard = tuple[Any, Any, Any]  # holder, key, value
+
+
+def watched(owner: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
+    """All that the program may hang on beside its arguments; tensors go into ``places``."""
+    if isinstance(owner, torch.nn.Module):
+        yield from _of_module(owner, places)
+    else:
+        yield from _of_function(owner, places, set())
+
+
+def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -> Iterator[AttributeGuard]:
+    function = inspect.unwrap(function)
+    bound = getattr(function, "__self__", None)
+    if isinstance(bound, torch.nn.Module):
+        yield from _of_module(bound, places)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    if function.__module__.split(".")[0] in ("torch", "espalier"):
+        return
+    kept: list[AttributeGuard] = [
+        (_Cell(cell), name, cell.cell_contents)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    ]
+    names = function.__code__.co_names
+    kept += [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
+    for holder, key, value in kept:
+        yield from _of_value(holder, key, value, places)
+        if isinstance(value, torch.nn.Module):
+            yield from _of_module(value, places)
+        elif isinstance(value, FunctionType):
+            yield from _of_function(value, places, seen)
+
+
+def _of_module(root: torch.nn.Module, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
+    for module in root.modules():
+        for holder in (module._parameters, module._buffers, module._modules, module.__dict__):
+            for key, value in holder.items():
+                if key not in _INTERNAL:
+                    yield from _of_value(holder, key, value, places)
+        for name in HOOKS:
+            yield module.__dict__, name, module.__dict__[name].copy()
+
+
+def _of_value(holder: Any, key: Any, value: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
+    if isinstance(value, torch.Tensor):
+        places.setdefault(id(value), HolderSlot(holder, key))
+    elif isinstance(value, tuple | list | dict):
+        yield holder, key, copy(value)
+        for k, x in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(x, torch.Tensor):
+                places.setdefault(id(x), HolderSlot(value, k))
+    else:
+        yield holder, key, value
+
+
+class _Cell:
+    """A variable of an enclosing function, read as a mapping is."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cell.cell_contents
+
+
+def identity(holder: Any) -> int:
+    """What tells holders apart."""
+    return id(holder.cell if type(holder) is _Cell else holder)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a program that hangs on a value finds the same one."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return isinstance(a, CONSTANTS) and bool(a == b)
+
+
+class Surroundings:
+    """Attributes as they were when a region was recorded; most are the very same objects at each call."""
+
+    def __init__(self, guards: Sequence[AttributeGuard]) -> None:
+        fillable = [guard for guard in guards if isinstance(guard[2], list | dict)]
+        empty = [guard for guard in fillable if not guard[2]]  # hooks, most of all
+        self._filled, self._empty = [guard for guard in fillable if guard[2]], len(empty)
+        self._rest = [*empty, *(guard for guard in guards if not isinstance(guard[2], list | dict))]
+        self._held = [holder[key] for holder, key, _ in self._rest]
+
+    def are_same(self) -> bool:
+        """Whether they are now as they were.
+
+        Raises:
+            KeyError, IndexError, ValueError: one is gone.
+        """
+        now = [holder[key] for holder, key, _ in self._rest]
+        if all(map(is_, now, self._held)):
+            if any(now[: self._empty]):
+                return False
+        elif not all(map(same, now, [value for _, _, value in self._rest])):
+            return False
+        return all(same(holder[key], value) for holder, key, value in self._filled)
