@@ -92,7 +92,7 @@ class Batches:
         Args:
             lengths: of the sequences of the batch, where these rows are a part of it.
         """
-        lengths = _lengths(rows) if lengths is None else lengths
+        lengths = self._lengths(rows) if lengths is None else lengths
         among = self.readers
         if size < among:
             warnings.warn(
@@ -121,9 +121,14 @@ class Batches:
         axes = tuple(0 if a in self.axes else "R" for a in range(self.mesh.ndim))
         return Layout.of(self.mesh, axes, (self.axes, *((),) * (len(shape) - 1)), torch.Size(shape))
 
+    def _lengths(self, batch: Any) -> frozenset[int]:
+        """How long the sequences of a batch are, if they are cut."""
+        if self._context is None:
+            return frozenset()
+        return frozenset(x.shape[1] for _, x in _leaves(batch) if x.ndim in (2, 3))
+
     def _cut_by_sequence(self, x: DTensor, lengths: frozenset[int]) -> DTensor:
-        dim = _sequence(x, lengths)
-        if self._context is None or dim is None:
+        if self._context is None or (dim := _sequence(x, lengths)) is None:
             return x
         return redistribute(x, x._layout.with_axis(self._context, dim))
 
@@ -131,7 +136,7 @@ class Batches:
         """A global batch, equal on all ranks, cut to this rank's rows; DTensors stay as they are."""
 
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        lengths = _lengths(batch)
+        lengths = self._lengths(batch)
 
         def cut(x: Any) -> Any:
             if not _has_rows(x) or isinstance(x, DTensor):
@@ -341,11 +346,6 @@ def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with rows, and where they stand."""
     leaves = named_leaves(batch, lambda x: isinstance(x, Mapping | tuple | list))
     return [(name or "batch", x) for name, x in leaves if _has_rows(x)]
-
-
-def _lengths(batch: Any) -> frozenset[int]:
-    """How long the sequences of a batch are."""
-    return frozenset(x.shape[1] for _, x in _leaves(batch) if x.ndim in (2, 3))
 
 
 def _sequence(x: torch.Tensor, lengths: frozenset[int]) -> int | None:

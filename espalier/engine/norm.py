@@ -24,10 +24,10 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.plan import LossScale
 from espalier.tensor import DTensor, plain, redistribute, stamp
-from espalier.torch_private import foreach_mul_, foreach_norms, getter, method, raw
+from espalier.torch_private import foreach_mul_, foreach_norms, getter, raw
 
 # the C functions themselves: this is the way of every step
-_device, _dtype, _is_complex = getter("device"), getter("dtype"), method("is_complex")
+_device, _dtype = getter("device"), getter("dtype")
 
 
 class Rider(NamedTuple):
@@ -149,7 +149,7 @@ def _norm_here(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The 2-norm of what is counted on this rank, in float64, on a device."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    if any(map(_is_complex, grads)):
+    if any(dtype.is_complex for dtype in set(map(_dtype, grads))):
         grads = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
     return torch.linalg.vector_norm(moved(_norms(grads), device), dtype=torch.float64)
 

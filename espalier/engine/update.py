@@ -7,7 +7,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +35,12 @@ _set_grad = setter("grad")
 
 def steps_by_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it computes the loss itself, as often as it likes (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return _needs_closure(type(optimizer).step)
+
+
+@lru_cache(maxsize=64)
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
@@ -387,7 +393,7 @@ class _Group(NamedTuple):
             list(map(id, params)) == self.ids
             and self.most == most
             and all(_grad(p) is None for p in self.idle)
-            and not any(_grad(p) is None for p in self.alone)
+            and not any(map(is_, map(_grad, self.alone), repeat(None)))
             and all(run.is_valid(optimizer, rooms) for run in self.runs)
         )
 

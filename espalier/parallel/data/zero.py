@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
-from espalier.torch_private import raw
+from espalier.torch_private import getter, method, raw, setter
 
-_grad: Any = torch.Tensor.grad
+# the C functions themselves: this is the way of every step
+_grad, _set_grad, _in_a_row = getter("grad"), setter("grad"), method("is_contiguous")
 
 
 class ZeroState:
@@ -366,12 +368,12 @@ class ZeroState:
         gradients = {}
         alone = self.mesh.size() == 1 and not self.mesh.is_dry
         with raw():
-            for m in self.members:
-                if not m.counts:
-                    continue
-                grad: Any = _grad.__get__(m.p) if alone else None
+            members = [m for m in self.members if m.counts]
+            found: Iterable[Any] = map(_grad, [m.p for m in members]) if alone else repeat(None)
+            for m, grad in zip(members, found):  # noqa: B905 (one may have no end)
                 if grad is not None:  # however it lies, it is all of it
-                    gradients[m.name] = plain(grad).contiguous()
+                    is_ready = type(grad) is torch.Tensor and _in_a_row(grad)
+                    gradients[m.name] = grad if is_ready else plain(grad).contiguous()
                     continue
                 if (grad := gradient_of(m.p)) is None:
                     continue
@@ -561,7 +563,7 @@ class ZeroState:
                         self._store.tell_outside([other])
                     grad = stamp(other, layout)
                 m.p.__dict__.pop("_reduced", None)
-                _grad.__set__(m.p, None)
+                _set_grad(m.p, None)
                 gradients.append(grad)
             if chunk.master is not None:
                 chunk.gradient = None  # else both would live on while the optimizer works
@@ -618,7 +620,7 @@ def _gradients(chunk: Chunk) -> Callable[[], None]:
     """What gives a chunk's parameters the gradients again that they have now."""
     flat = chunk.gradient
     with raw():
-        before = [(m.p, m.p.__dict__.get("_reduced"), _grad.__get__(m.p)) for m in chunk.members]
+        before = [(m.p, m.p.__dict__.get("_reduced"), _grad(m.p)) for m in chunk.members]
 
     def give_back() -> None:
         chunk.gradient = flat
