@@ -26,6 +26,9 @@ The work:
 * *add, matmul, view*: the forward call alone, small tensors, recorded by autograd or not. With
   autograd the operands are results of operations, as activations are. ``R @ S(1)`` is a column-parallel
   product, ``S(1) @ S(0)`` a row-parallel one.
+* *step*: a whole step of training, of a GPT of 12 blocks so small that its kernels cost next to nothing: what
+  the host takes for it, which limits a fast device. A plain loop, DistributedDataParallel, and Espalier's
+  engine at stage 0, all in a world of one process.
 * *AdamW*: a step over 30 parameters of a small transformer, as most programs call it and in all three
   forms that torch has. Plain parameters have the local shapes. Both ways: ``espalier.engine.update``, which
   the engine's ``step()`` calls, and ``optimizer.step()`` called directly on DTensor parameters, which runs on
@@ -56,10 +59,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import espalier
 from espalier.engine.update import update
+from espalier.mesh.process import finish, start
+from espalier.models import build
 
 BATCH, TOKENS, WIDTH, HEADS, HIDDEN = 2, 16, 64, 4, 256
 # the parameters that a tensor axis cuts, and the dim
@@ -113,13 +119,14 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", module="torch")
+    report = Report()
+    training_step(report)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     names = ("tensor",)
     meshes = [
         DeviceMesh("cpu", [1], mesh_dim_names=names),
         init_device_mesh("cpu", (2,), mesh_dim_names=names),
     ]
-    report = Report()
     for mesh in meshes:
         block(report, mesh)
     for mesh in meshes:
@@ -128,6 +135,40 @@ def main() -> int:
     status = report.show()
     dist.destroy_process_group()
     return status
+
+
+# ---- a step of training
+
+
+def training_step(report: Report) -> None:
+    """A GPT of 12 tiny blocks: forward, backward, AdamW."""
+    start("cpu")
+    sizes = {"vocab_size": 64, "max_positions": 8, "hidden": 32, "heads": 2, "layers": 12}
+    ids = torch.randint(0, 64, (1, 9))
+    data = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    nets = [build("gpt2", sizes) for _ in range(3)]
+    engine = espalier.initialize(nets[2], torch.optim.AdamW(nets[2].parameters()), {"data": 1, "zero": 0})
+    contenders = {
+        "plain": Contender(partial(by_hand, nets[0], fused_adamw(nets[0]), data)),
+        "DDP": Contender(partial(by_hand, DistributedDataParallel(nets[1]), fused_adamw(nets[1]), data)),
+        "Espalier": Contender(lambda: engine.train_step(engine.local_batch(data, size=1))),
+    }
+    times = in_turns(contenders, rounds=100, warmup=10)
+    report.add("step of a GPT", times, "Espalier", "DDP", 1.25)
+    report.add("step of a GPT", times, "Espalier", "plain")
+    finish()
+
+
+def by_hand(net: nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, torch.Tensor]) -> None:
+    """The loop that everyone writes."""
+    net(**data).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fused_adamw(net: nn.Module) -> torch.optim.AdamW:
+    """The optimizer that the engine's becomes."""
+    return torch.optim.AdamW(net.parameters(), fused=True)
 
 
 # ---- a block, forward and backward
