@@ -256,11 +256,15 @@ class Pool:
 
     Args:
         preload: modules that take long to import, which all calls together need: most workers share it.
+        forked: rank 0, too, comes from the process that has imported them, and so begins in no time.
     """
 
-    def __init__(self, timeout: float = TIMEOUT, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, timeout: float = TIMEOUT, preload: Sequence[str] = (), *, forked: bool = False
+    ) -> None:
         self.timeout = timeout
         self.preload = preload
+        self.forked = forked
         self._workers: list[Worker] = []
         self._world: World | None = None
         self._calls = 0
@@ -339,7 +343,7 @@ class Pool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="espalier-ranks-"))
         for rank in range(len(self._workers), n):
-            context = _context(rank, self.preload)
+            context = _context(rank > 0 or self.forked, self.preload)
             ours, theirs = context.Pipe()
             dump = self._folder / f"stacks-{rank}"
             process = context.Process(target=worker_main, args=(rank, theirs, str(dump)), name=f"rank-{rank}")
@@ -435,13 +439,13 @@ class Pool:
         return "(it did not say)"
 
 
-def _context(rank: int, preload: Sequence[str]) -> Any:
+def _context(forked: bool, preload: Sequence[str]) -> Any:
     """How a worker starts. None is forked from here: this process has torch's threads, and may hold locks.
 
     Rank 0 is spawned. The others are forked from a process that has imported what takes seconds, and done
     nothing else. So rank 0 hashes strings otherwise than they: an order that comes from a set will differ.
     """
-    if rank == 0 or sys.platform != "linux":
+    if not forked or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     return forks(preload)
 

@@ -15,7 +15,7 @@ import pytest
 
 import espalier.api
 from espalier.mesh.process import finish
-from tests.pool import Pool, forks
+from tests.pool import Pool
 
 PRELOAD = ["torch._dynamo.backends.common", "torch._inductor.pattern_matcher"]
 ROOT = Path(__file__).parent.parent.parent
@@ -47,11 +47,10 @@ def run_pages(rank: int, world: int, port: int, *pages: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
-def test_the_examples_of_all_pages_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_all_pages_run() -> None:
     """Every Python block works, and prints what the page says; on ranks apart, as pages change rules."""
     pages = [str(page.relative_to(ROOT)) for page in RUN]
-    monkeypatch.setattr("tests.pool._context", lambda rank, preload: forks(preload))  # the first rank, too
-    pool = Pool()
+    pool = Pool(forked=True)
     try:
         printed, *_ = pool(4, run_pages, os.getpid(), *pages, timeout=900)
     finally:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool, RankError, forks
+from tests.pool import Pool, RankError
 
 
 def add_ranks(rank: int, world: int, scale: float) -> float:
@@ -125,14 +125,8 @@ def test_groups_left_behind_do_not_pile_up(ranks):
     assert threads[-1] < max(threads)
 
 
-@pytest.fixture
-def started_soon(monkeypatch):
-    """All processes of a pool are forked, rank 0, too, which else imports torch again each time."""
-    monkeypatch.setattr("tests.pool._context", lambda rank, preload: forks(preload))
-
-
-def test_hang_and_death_end_soon_and_the_pool_recovers(started_soon):
-    pool = Pool()
+def test_hang_and_death_end_soon_and_the_pool_recovers():
+    pool = Pool(forked=True)
     try:
         pool(2, add_ranks, 1.0)
         before = pool.pids()
@@ -153,8 +147,8 @@ def test_hang_and_death_end_soon_and_the_pool_recovers(started_soon):
     assert not any(_alive(pid) for pid in before)
 
 
-def test_ranks_that_do_not_meet_try_once_more(started_soon, tmp_path, capfd):
-    pool = Pool()
+def test_ranks_that_do_not_meet_try_once_more(tmp_path, capfd):
+    pool = Pool(forked=True)
     pool._folder = tmp_path / "pool"
     for blocked in (1, 3, 4):
         (pool._folder / f"world-{blocked}").mkdir(parents=True)  # no file: nobody can meet there

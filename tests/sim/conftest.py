@@ -25,7 +25,7 @@ def sim_library() -> Path:
 @pytest.fixture(scope="session")
 def sim_pool() -> Iterator[Pool]:
     """Processes apart from the suite's: what gets an accelerator keeps it."""
-    pool = Pool(preload=("tests.ranks.test_engine",))
+    pool = Pool(preload=("tests.ranks.test_engine",), forked=True)
     yield pool
     pool.close()
 

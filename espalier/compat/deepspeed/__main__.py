@@ -3,6 +3,7 @@
 import sys
 
 from espalier.compat.deepspeed.launcher import main
+from espalier.mesh.launch import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
