@@ -25,6 +25,7 @@ from espalier.engine.accumulation import OfAll
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.meshes import everywhere
 from espalier.torch_private import raw
 from espalier.trees import leaves, tree_map
 
@@ -179,11 +180,18 @@ class Awaited:
         """Itself."""
         return self
 
-    def backward(self, gradient: None = None, retain_graph: bool | None = None) -> None:
+    def backward(
+        self,
+        gradient: None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Forward and backward of the step that it is the loss of.
 
         Args:
             retain_graph: whether it may go back again.
+            inputs: the parameters that get gradients; by default all.
 
         Raises:
             ValueError: another gradient than that of the loss itself is asked for; or something else in the
@@ -198,6 +206,11 @@ class Awaited:
             )
         if gradient is not None:
             raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
+        if create_graph or inputs is not None:
+            sought = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+            return _give(
+                sought, _gradients(self, sought, None, retain_graph, create_graph, allow_unused=True)
+            )
         held = _captured(self)
         if any(x.requires_grad for x in held):
             raise ValueError(
@@ -426,8 +439,17 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             x._is_used = True
             if func is _call and x._step is not None and x._step.func is getattr:
                 x._step.args[0]._is_used = True  # its method was called
-    source = awaited[0]._source
-    return Awaited(source, _Step(func, list(args), dict(kwargs), TorchState.now(source.device.type)))
+    source, name = awaited[0]._source, getattr(func, "__name__", str(func))
+    held, named = (
+        tree_map(partial(_beside, name), x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs))
+    )
+    return Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
+
+
+def _beside(call: str, x: Any) -> Any:
+    """What is to be computed with in the last stage: no other rank takes part there, so what lies on several
+    is brought to each at once."""
+    return everywhere(call, x) if type(x) is DTensor and not x.requires_grad else x
 
 
 def _of_one_call(
@@ -523,9 +545,15 @@ class _Sum(Awaited):
             return False
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
-    def backward(self, gradient: None = None, retain_graph: bool | None = None) -> None:
-        if gradient is not None:
-            raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
+    def backward(
+        self,
+        gradient: None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        if gradient is not None or create_graph or inputs is not None:
+            return super().backward(gradient, retain_graph, create_graph, inputs)
         for term in self._terms:
             term.backward(retain_graph)
         self.value()
@@ -654,6 +682,13 @@ def _gradients(
             "allow_unused=True if this is the desired behavior."
         )
     return tuple(found)
+
+
+def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients to those that parameters have."""
+    for p, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad + grad
 
 
 def _captured(of: Awaited) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -43,12 +43,13 @@ from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
-from espalier.tensor import full_tensor, plain, stamp
+from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
+from espalier.tensor.meshes import everywhere as whole_everywhere
 from espalier.torch_private import raw
-from espalier.trees import tree_map
+from espalier.trees import instances_of, tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _grad: Any = torch.Tensor.grad
@@ -265,7 +266,7 @@ class Staged(Passes):
         if torch.is_inference_mode_enabled():  # what is traced is told of writes by versions
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
-        call = ModelRun(self, detached(inputs), rows)
+        call = ModelRun(self, detached(tree_map(self._on_all_ranks, inputs)), rows)
         if not torch.is_grad_enabled():
             return call.value()
         if not self._is_called:
@@ -276,6 +277,12 @@ class Staged(Passes):
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         self.hide()
         return Awaited(call)
+
+    def _on_all_ranks(self, x: Any) -> Any:
+        """An input, plain: one that parts of the model gave lies in a stage, or on all ranks."""
+        if type(x) is not DTensor or x._layout.mesh.outermost is not self.mesh:
+            return x
+        return whole_everywhere("The model", cast(DTensor, x.detach()))
 
     def hide(self) -> None:
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
@@ -661,6 +668,8 @@ class _Copies:
         passes = self._passes()
         if passes is None:
             raise ValueError("This is a copy of a model in stages whose engine is gone: keep the engine.")
+        if torch.is_grad_enabled():
+            _refuse_trained(twin)
         call = passes.call
         call.asked = TorchState.now(call.mesh.device_type)
         inputs, is_inference = bound(call.module, args, kwargs), torch.is_inference_mode_enabled()
@@ -683,6 +692,25 @@ class _Copies:
             self.is_running = False
             for m, was in before:
                 m.training = was
+
+
+def _refuse_trained(twin: nn.Module) -> None:
+    """See, at the first call with gradients, that no optimizer is to train a copy.
+
+    Raises:
+        ValueError: one is.
+    """
+    if twin.__dict__.get("_is_looked_at"):
+        return
+    twin.__dict__["_is_looked_at"] = True
+    own = {id(p) for p in twin.parameters() if p.requires_grad}
+    for optimizer in instances_of(torch.optim.Optimizer):
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} is to train a copy of a model in stages, and no gradients come "
+                "from calls of copies. Build another plain model, load engine.full_state_dict() into it, and "
+                "give it an engine of its own (espalier.prepare); or train under a plan without pipe."
+            )
 
 
 class _Copy(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -236,6 +237,70 @@ def several_calls(rank: int, world: int) -> None:
     assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
 
 
+class Writes(nn.Module):
+    """Continues what it is given by what it holds likeliest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.out = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(self.table(x)).cumsum(1).tanh())
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        for _ in range(n):
+            x = torch.cat([x, self(x)[:, -1:].argmax(-1)], 1)
+        return x
+
+
+def own_text(rank: int, world: int) -> None:
+    """A model learns of what a method of its own has written, by stages that it did not call as a whole."""
+    results = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        model: Any = Writes().double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
+        if plan is not None:
+            model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+        seen = []
+        for _ in range(3):
+            text = model.generate(torch.arange(4)[:, None], 3)
+            weights = (text[:, 1:] % 2).double() + 0.5
+            with torch.no_grad():
+                before = model(text[:, :-1]).log_softmax(-1)
+            after = model(text[:, :-1]).log_softmax(-1)
+            chosen = (after - before).gather(-1, text[:, 1:, None])[..., 0].exp()
+            optimizer.zero_grad()
+            (loss := (chosen * weights).mean()).backward()
+            optimizer.step()
+            seen += [loss.item(), float(espalier.full_tensor(text).sum())]
+        results.append(seen)
+    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+
+
+def some_parameters(rank: int, world: int) -> None:
+    """``loss.backward(inputs=...)`` adds to the gradients of these."""
+    results = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        net = Heads("pair").double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.5)
+        model: Any = net if plan is None else espalier.prepare(net, optimizer, plan=plan)[0]
+        seen = []
+        for step in range(3):
+            x, y = batch(step)
+            a, b = model(x)
+            optimizer.zero_grad()
+            of_b = F.cross_entropy(b, y)
+            of_b.backward(retain_graph=True, inputs=list(net.b.parameters()))
+            (loss := F.cross_entropy(a, y)).backward()
+            optimizer.step()
+            seen += [of_b.item(), loss.item()]
+        results.append(seen)
+    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+
+
 def told(rank: int, world: int) -> None:
     def model_of(net: nn.Module, **more: Any) -> Any:
         return espalier.prepare(
@@ -260,6 +325,13 @@ def told(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"goes into another(.|\n)*detach"):
         model(torch.cat([out, out[:, :2]], 1))
     assert model(torch.cat([out, out[:, :2]], 1).detach()).shape == (8, 4)
+    twin = copy.deepcopy(model)
+    assert twin(x).shape == (8, 4)
+    twin = copy.deepcopy(model)
+    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD is to train a copy(.|\n)*full_state_dict"):
+        twin(x)
+    del of_twin
     model = model_of(Heads("one"), accumulate=2)
     out = model(x)
     with pytest.raises(TypeError, match="micro-batch"):
@@ -306,6 +378,12 @@ def test_dice_and_layers_without_features(ranks: Any) -> None:
 
 def test_calls_that_need_no_gradients_beside_one_that_does(ranks: Any) -> None:
     ranks(2, several_calls)
+
+
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+def test_text_of_its_own_and_gradients_of_some_parameters(ranks: Any) -> None:
+    ranks(2, own_text)
+    ranks(2, some_parameters)
 
 
 def test_what_cannot_be_made_of_it_is_told(ranks: Any) -> None:
