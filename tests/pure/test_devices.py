@@ -203,7 +203,10 @@ def test_ranks_that_know_nothing_but_their_number(gpus: Any, monkeypatch: pytest
 def test_an_optimizer_is_tried_on_the_cpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at a job opens no context on the first device, also where options are for accelerators."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # asks a driver otherwise
+    # both ask a driver otherwise
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     monkeypatch.setattr(optimizers, "accelerator", lambda: "cuda")
     capturable = OptimizerSection(name="AdamW", capturable=True)
     assert not list(optimizers.optimizer_mistakes(capturable))
