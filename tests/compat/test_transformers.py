@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import multiprocessing
 import os
 import re
 import warnings
@@ -308,8 +309,11 @@ def settings(rank: int, world: int, folder: str) -> None:
         dist.broadcast_object_list(told)
         return told[0]
 
+    method = multiprocessing.get_start_method()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # workers of loaders begin as those of programs do: a spawned rank would spawn them
+        multiprocessing.set_start_method("fork", force=True)
         for i, (options, more, plans) in enumerate(SETTINGS):
             expected = by_itself(fitted, transformers.Trainer, f"{folder}/{i}-0", 4, options, **more)
             for plan in plans:
@@ -321,6 +325,7 @@ def settings(rank: int, world: int, folder: str) -> None:
                     assert abs(a - b) < tolerance * max(1.0, abs(a)), (options, plan, expected, found)
             if "bf16" in options:  # as accelerate gives outputs
                 assert trainer.model_wrapped(together([Points()[0]])["x"])["logits"].dtype == torch.float32
+        multiprocessing.set_start_method(method, force=True)
         expected = by_itself(answered, transformers.Seq2SeqTrainer, f"{folder}/words-0", 4)
         _, found = answered(Seq2SeqTrainer, f"{folder}/words", 2, plan={"data": 2, "zero": 3})
         close(expected, found, "Seq2SeqTrainer")

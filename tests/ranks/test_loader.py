@@ -93,9 +93,13 @@ def other_ways(rank: int, world: int, folder: str) -> None:
     whole = [numbers(b) for b in mine]
     assert mine.epoch == 2 and sorted(itertools.chain(*whole)) == list(range(ROWS)) and whole[0] != first
     assert [len(b) for b in whole] == [5, 5, 5, 5, 2]
-    by_workers = engine.loader(TensorDataset(torch.arange(ROWS)), 6, True, seed=1, num_workers=1)
+    # as programs start theirs; a spawned rank would have them spawned, which import torch anew
+    forked: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    by_workers = engine.loader(TensorDataset(torch.arange(ROWS)), 6, True, seed=1, **forked)
     state = torch.get_rng_state()
-    got = [espalier.full_tensor(b[0]).tolist() for b in by_workers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
+        got = [espalier.full_tensor(b[0]).tolist() for b in by_workers]
     assert sorted(itertools.chain(*got)) == list(range(ROWS)) and torch.equal(torch.get_rng_state(), state)
     again = engine.loader(TensorDataset(torch.arange(ROWS)), 6, True, seed=1)
     assert [espalier.full_tensor(b[0]).tolist() for b in again] == got
