@@ -25,7 +25,6 @@ from espalier.engine.accumulation import OfAll
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.meshes import everywhere
 from espalier.torch_private import raw
 from espalier.trees import leaves, tree_map
 
@@ -439,17 +438,17 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             x._is_used = True
             if func is _call and x._step is not None and x._step.func is getattr:
                 x._step.args[0]._is_used = True  # its method was called
-    source, name = awaited[0]._source, getattr(func, "__name__", str(func))
-    held, named = (
-        tree_map(partial(_beside, name), x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs))
-    )
+    source = awaited[0]._source
+    held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
     return Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
 
 
-def _beside(call: str, x: Any) -> Any:
-    """What is to be computed with in the last stage: no other rank takes part there, so what lies on several
-    is brought to each at once."""
-    return everywhere(call, x) if type(x) is DTensor and not x.requires_grad else x
+def _beside(x: Any) -> Any:
+    """What is to be computed with in the last stage: no other rank takes part there, so what lies on all is
+    brought to each at once. Rows of loaders lie in stages, there too."""
+    if type(x) is not DTensor or x.requires_grad or x._layout.mesh.outermost is not x._layout.mesh:
+        return x
+    return x.full_tensor()
 
 
 def _of_one_call(

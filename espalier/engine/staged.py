@@ -47,7 +47,6 @@ from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
-from espalier.tensor.meshes import everywhere as whole_everywhere
 from espalier.torch_private import raw
 from espalier.trees import instances_of, tree_map
 
@@ -279,10 +278,10 @@ class Staged(Passes):
         return Awaited(call)
 
     def _on_all_ranks(self, x: Any) -> Any:
-        """An input, plain: one that parts of the model gave lies in a stage, or on all ranks."""
-        if type(x) is not DTensor or x._layout.mesh.outermost is not self.mesh:
+        """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not."""
+        if type(x) is not DTensor or x._layout.mesh is not self.mesh:
             return x
-        return whole_everywhere("The model", cast(DTensor, x.detach()))
+        return cast(DTensor, x.detach()).full_tensor()
 
     def hide(self) -> None:
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""

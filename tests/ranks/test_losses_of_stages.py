@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import espalier
 
@@ -279,6 +280,30 @@ def own_text(rank: int, world: int) -> None:
     assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
 
 
+def rows_of_a_loader(rank: int, world: int) -> None:
+    """They lie in stages, each rank's in its own, and go nowhere else, neither as inputs nor in losses."""
+    results = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        model: Any = Heads("one").double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
+        rows = TensorDataset(*batch(0))
+        loader: Any = DataLoader(rows, batch_size=4, shuffle=True)
+        if plan is not None:
+            model, optimizer, loader = espalier.prepare(model, optimizer, loader, plan=plan)
+        seen = []
+        torch.manual_seed(1)
+        for _ in range(2):
+            for x, y in loader:
+                loss = (F.cross_entropy(model(x), y, reduction="none") * (y + 1)).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen.append(loss.item())
+        results.append(seen)
+    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+
+
 def some_parameters(rank: int, world: int) -> None:
     """``loss.backward(inputs=...)`` adds to the gradients of these."""
     results = []
@@ -381,8 +406,9 @@ def test_calls_that_need_no_gradients_beside_one_that_does(ranks: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
-def test_text_of_its_own_and_gradients_of_some_parameters(ranks: Any) -> None:
+def test_text_of_its_own_rows_of_loaders_and_gradients_of_some_parameters(ranks: Any) -> None:
     ranks(2, own_text)
+    ranks(2, rows_of_a_loader)
     ranks(2, some_parameters)
 
 
