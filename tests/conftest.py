@@ -62,15 +62,14 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests/gpu without CUDA, and bring tests of the same number of ranks together.
 
-    What takes long comes first: at the end all processes are to have work. So do many ranks: a process of
-    pytest that has nothing to do takes tests from the end of what another has, and few are to start many.
+    What takes long comes first: at the end all processes are to have work.
     What their modules name in ``PRELOAD`` is imported once for most ranks of the session.
     """
     gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: (item.get_closest_marker("long") is None, -_world_size(item)))
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, _world_size(item)))
     modules = {item.module for item in items if isinstance(item, pytest.Function)}
     forks(sorted({name for module in modules for name in getattr(module, "PRELOAD", ())}))
 
