@@ -210,6 +210,9 @@ class Awaited:
             return _give(
                 sought, _gradients(self, sought, None, retain_graph, create_graph, allow_unused=True)
             )
+        return self._go_back(retain_graph)
+
+    def _go_back(self, retain_graph: bool | None) -> None:
         held = _captured(self)
         if any(x.requires_grad for x in held):
             raise ValueError(
@@ -544,15 +547,7 @@ class _Sum(Awaited):
             return False
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
-    def backward(
-        self,
-        gradient: None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        if gradient is not None or create_graph or inputs is not None:
-            return super().backward(gradient, retain_graph, create_graph, inputs)
+    def _go_back(self, retain_graph: bool | None) -> None:
         for term in self._terms:
             term.backward(retain_graph)
         self.value()

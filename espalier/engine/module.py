@@ -16,9 +16,8 @@ from espalier.engine.engine import Engine, Rows
 from espalier.engine.start import initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
-from espalier.parallel.several import Several, as_one
+from espalier.parallel.several import Several, as_one, holders
 from espalier.torch_private import as_written, open_transform
-from espalier.trees import instances_of
 
 
 class EngineModule(nn.Module):
@@ -147,12 +146,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     Raises:
         ValueError: a parameter is in two of them.
     """
-    own = {id(p) for p in module.parameters()}
-    owners = [
-        x
-        for x in instances_of(torch.optim.Optimizer)
-        if any(id(p) in own for group in x.param_groups for p in group["params"])
-    ]
+    owners = holders(module.parameters())
     inner = {id(part) for x in owners if isinstance(x, Several) for part in x.parts}
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 

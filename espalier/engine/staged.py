@@ -43,12 +43,13 @@ from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
+from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.torch_private import raw
-from espalier.trees import instances_of, tree_map
+from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _grad: Any = torch.Tensor.grad
@@ -702,14 +703,12 @@ def _refuse_trained(twin: nn.Module) -> None:
     if twin.__dict__.get("_is_looked_at"):
         return
     twin.__dict__["_is_looked_at"] = True
-    own = {id(p) for p in twin.parameters() if p.requires_grad}
-    for optimizer in instances_of(torch.optim.Optimizer):
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__} is to train a copy of a model in stages, and no gradients come "
-                "from calls of copies. Build another plain model, load engine.full_state_dict() into it, and "
-                "give it an engine of its own (espalier.prepare); or train under a plan without pipe."
-            )
+    if trainers := holders(p for p in twin.parameters() if p.requires_grad):
+        raise ValueError(
+            f"{type(trainers[0]).__name__} is to train a copy of a model in stages, and no gradients come "
+            "from calls of copies. Build another plain model, load engine.full_state_dict() into it, and "
+            "give it an engine of its own (espalier.prepare); or train under a plan without pipe."
+        )
 
 
 class _Copy(nn.Module):

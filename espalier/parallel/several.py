@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
+from espalier.trees import instances_of
+
 State = dict[str, Any]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def holders(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold any of these, wherever the program keeps them."""
+    own = {id(p) for p in parameters}
+    return [
+        x
+        for x in instances_of(torch.optim.Optimizer)
+        if any(id(p) in own for group in x.param_groups for p in group["params"])
+    ]
 
 
 class Several(torch.optim.Optimizer):

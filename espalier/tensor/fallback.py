@@ -285,8 +285,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def whole(x: Any) -> Any:
         value = gather(x)
-        if custom is not None and type(x) is DTensor and value.requires_grad:
-            stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
+        if custom is not None and type(x) is DTensor:
+            _note(stands_for, value, x)
         return value
 
     def gather(x: Any) -> Any:
@@ -539,9 +539,15 @@ def _whole(x: Any, stands_for: StandsFor | None = None) -> Any:
     with raw(), nullcontext() if stands_for is None else torch.enable_grad():
         layout = layout_of(x)
         value = plain(move(x, layout, Layout.replicated(layout.mesh, layout.shape)))
-    if stands_for is not None and value.requires_grad:
-        stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
+    if stands_for is not None:
+        _note(stands_for, value, x)
     return value
+
+
+def _note(stands_for: StandsFor, value: torch.Tensor, x: DTensor) -> None:
+    """Note for what a whole value stands; of a stand-in that is what it stands in for."""
+    if value.requires_grad:
+        stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
 
 
 @contextmanager
