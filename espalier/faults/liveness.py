@@ -326,6 +326,8 @@ class Signals:
             yield
         finally:
             self._saves = False
+            if self.asked:
+                self._terminated = 0.0  # it was heard: the rest of the program may take its time
             for number in set(self._before) - had:
                 signal.signal(number, self._before.pop(number))
 
@@ -374,11 +376,10 @@ class Signals:
         with contextlib.suppress(OSError):
             os.write(self._pipe[1], b"\0")
 
-    def fatal(self, quiet: float) -> bool:
+    def fatal(self) -> bool:
         """Whether the process shall die of SIGTERM now: it came, no other cause showed, and nobody saves."""
-        if not self._terminated or time.monotonic() - self._terminated < _PATIENCE:
-            return False
-        return not self._saves or quiet > _PATIENCE
+        came = self._terminated
+        return came > 0 and not self._saves and time.monotonic() - came >= _PATIENCE
 
     def die(self) -> None:
         """As if nobody had heard."""

@@ -208,7 +208,7 @@ class Watchdog:
             self._end = "consequence" if is_consequence(text) else "failed"
         if first:
             self._urgent.set()
-            self._posted.wait(2.0)
+            self._posted.wait(self.faults.limit)
         if self._end == "left":
             self.stop()
             return False
@@ -245,7 +245,7 @@ class Watchdog:
             if dist.group.WORLD is not self._world and not self._end:
                 self._end, self._message = "left", "it has given up the world"
                 self._urgent.set()
-                self._posted.wait(2.0)
+                self._posted.wait(self.faults.limit)
                 self.stop()
                 return
             now = time.monotonic()
@@ -263,7 +263,7 @@ class Watchdog:
                 self._obey(self._verdict)
             elif now - max(self._answered, self._quiet_since) > self.faults.limit and look.state == "waits":
                 self._obey(self._cut_off(now))
-            elif self.signals.fatal(now - self._quiet_since):
+            elif self.signals.fatal():
                 self.signals.die()
 
     def _cut_off(self, now: float) -> Verdict:

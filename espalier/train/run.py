@@ -258,10 +258,11 @@ PREEMPTED = 75
 """Exit code of a run that was asked to leave, saved, and left (sysexits.h: try again later)."""
 
 
-def execute(action: str, job: Job, **options: Any) -> Any:
+def execute(action: str, job: Job, keep: Callable[[Any], None] | None = None, **options: Any) -> Any:
     """Do ``action`` on this rank; its result on rank 0, None elsewhere.
 
     Args:
+        keep: called with the result before any rank leaves: once one has, all may be ended.
         options: of the action, as for :func:`run`.
 
     Raises:
@@ -278,7 +279,10 @@ def execute(action: str, job: Job, **options: Any) -> Any:
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and job.checkpoint is not None:
             options["resume"] = True
     try:
-        return _ACTIONS[action](job, **options)
+        result = _ACTIONS[action](job, **options)
+        if keep is not None:
+            keep(result)
+        return result
     finally:
         finish()
 
@@ -316,17 +320,17 @@ def main(argv: list[str]) -> int:
     outlive_terminal()
     action, folder = argv[0], Path(argv[1])
     handed = json.loads((folder / "job.json").read_text("utf-8"))
+
+    def keep(result: Any) -> None:
+        if result is not None and os.environ.get("RANK", "0") == "0":
+            (folder / "result").write_bytes(pickle.dumps(result))
+
     try:
-        result = execute(action, Job.from_dict(handed["raw"], source=handed["source"]), **handed["options"])
+        job = Job.from_dict(handed["raw"], source=handed["source"])
+        result = execute(action, job, keep, **handed["options"])
     except (ValueError, TrainingError) as error:
         if handed["debug"]:
             raise
         (folder / f"gave-up-{os.environ.get('RANK', '0')}").write_text(str(error), "utf-8")
         return GAVE_UP
-    if isinstance(result, Preempted):
-        if os.environ.get("RANK", "0") == "0":
-            (folder / "result").write_bytes(pickle.dumps(result))
-        return PREEMPTED
-    if result is not None:
-        (folder / "result").write_bytes(pickle.dumps(result))
-    return 0
+    return PREEMPTED if isinstance(result, Preempted) else 0

@@ -28,6 +28,7 @@ with uncollected():
     from espalier.checkpoint import newest
     from espalier.comm import all_reduce
     from espalier.mesh.launch import leave
+    from espalier.mesh.process import finish
 
 FAULTS = espalier.Faults(limit=4.0, outside=30.0)
 AT = 3
@@ -106,6 +107,9 @@ def train(kind: str, bad: bool, place: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     engine = espalier.initialize(model, optimizer, plan, loss_fn=nn.functional.mse_loss, faults=FAULTS)
     batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    if kind == "leave":
+        leave_when_asked(engine, batch, bad, place)
+        return
     for step in range(1, 6):
         if step == AT and bad:
             print("these are its last words", file=sys.stderr, flush=True)
@@ -119,6 +123,31 @@ def train(kind: str, bad: bool, place: Path) -> None:
                 time.sleep(0.01)
         engine.train_step(batch)
     print("trained", flush=True)
+
+
+def leave_when_asked(
+    engine: espalier.Engine, batch: tuple[torch.Tensor, ...], bad: bool, place: Path
+) -> None:
+    """All ranks are asked; the bad one takes longer, in a step and after it, than a SIGTERM leaves others."""
+    slow = 2.5 if bad else 0.0
+    (place / "deed").write_text(str(time.time()))
+    with engine.pulse.signals.saving():
+        os.kill(os.getpid(), signal.SIGTERM)
+        compute(slow)
+        while not engine.pulse.to_leave(engine.steps):
+            engine.train_step(batch)
+        print("left after step", engine.steps, flush=True)
+    compute(slow)
+    finish()
+
+
+def compute(seconds: float) -> None:
+    """With a share of a core, which is work, too."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for _ in range(50):
+            torch.randn(64, 64) @ torch.randn(64, 64)
+        time.sleep(0.05)
 
 
 def move(bad: bool, place: Path) -> None:
@@ -146,11 +175,7 @@ def misbehave(kind: str, engine: espalier.Engine) -> bool:
     elif kind == "differ":
         all_reduce(torch.ones(5), engine.mesh, 0)
     elif kind == "compute":
-        until = time.monotonic() + 2 * FAULTS.limit
-        while time.monotonic() < until:
-            for _ in range(50):
-                torch.randn(64, 64) @ torch.randn(64, 64)
-            time.sleep(0.05)  # a share of a core is work, too
+        compute(2 * FAULTS.limit)
     elif kind == "patient":
         with engine.pulse.patient():
             time.sleep(2.5 * FAULTS.limit)

@@ -18,7 +18,7 @@ from tests.asked import ASKED
 
 WORLDS = (
     # those that last longest first
-    "compute:2:0 patient:2:1 bare:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 "
+    "compute:2:0 patient:2:1 leave:2:1 bare:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 "
     "exit:2:1 skip:2:1 save:2:1 pipe:2:1 host:3:0"
 ).split()
 WORLDS += ["kill:2:1", "raise:2:1"] if ASKED else []  # as of four ranks
@@ -78,7 +78,7 @@ def ended(of_all_processes) -> dict[str, End]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "host", "bare")]
+    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "leave", "host", "bare")]
 )
 def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     kind, size, who = world.split(":")
@@ -178,3 +178,11 @@ def test_one_that_skipped_a_step_is_named(ended):
 def test_a_slow_rank_is_waited_for(ended):
     for world in ("compute:2:0", "patient:2:1"):
         assert ended[world].reports == [] and ended[world].codes == {0: 0, 1: 0}
+
+
+@pytest.mark.long
+def test_ranks_that_are_told_to_leave_wait_for_a_slow_one(ended):
+    end = ended["leave:2:1"]
+    said = [(end.place / f"out{rank}").read_text() for rank in end.codes]
+    assert end.codes == {0: 0, 1: 0} and not end.reports, (end.codes, end.errors)
+    assert said[0] == said[1] and said[0].startswith("left after step ")

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ import yaml
 from espalier.mesh.launch import LaunchError
 from espalier.train import runlog, trainer
 from espalier.train.job import Job, JobError
-from espalier.train.run import fitted, run
+from espalier.train.run import PREEMPTED, fitted, main, run
 from espalier.train.runlog import RunLog
 from espalier.train.trackers import Callback
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
@@ -147,6 +149,20 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(tmp_pat
     assert len(losses(tmp_path)) == result.step
     train(job(tmp_path), resume=True)
     torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
+
+
+def test_what_a_run_gives_is_kept_before_any_rank_leaves(tmp_path, monkeypatch):
+    # the first to leave with exit code 75 has the others ended
+    left = Preempted(3, "step-3")
+    kept: list[bytes] = []
+    (tmp_path / "job.json").write_text(
+        json.dumps({"raw": job(tmp_path).raw, "source": "", "debug": False, "options": {}})
+    )
+    monkeypatch.setattr("espalier.train.run._ACTIONS", {"train": lambda job: left})
+    monkeypatch.setattr("espalier.train.run.start", lambda device_type: SimpleNamespace(world_size=1))
+    monkeypatch.setattr("espalier.train.run.finish", lambda: kept.append((tmp_path / "result").read_bytes()))
+    assert main(["train", str(tmp_path)]) == PREEMPTED
+    assert pickle.loads(kept[0]) == left
 
 
 def test_the_data_axis_shrinks_as_far_as_it_may(tmp_path):
