@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
+import typing_extensions
 from torch import nn
 
 from espalier.comm import Collective, observed
@@ -238,6 +239,8 @@ def library_function() -> str:
     return "backward"
 
 
+# what torch puts around its functions
+_AROUND = (contextlib.__file__, typing_extensions.__file__)
 _WATCHERS = ("observers", "explain", "sanitize", "compare")
 _BELOW = (
     os.path.join(_OURS, "comm") + os.sep,
@@ -246,7 +249,7 @@ _BELOW = (
 
 
 def _inside(path: str) -> bool:
-    return path.startswith((_OURS, _TORCH, contextlib.__file__)) and not path.startswith(_MODELS)
+    return path.startswith((_OURS, _TORCH, *_AROUND)) and not path.startswith(_MODELS)
 
 
 # ---- what the modules of a model send: forward, and in the backward pass of what they computed

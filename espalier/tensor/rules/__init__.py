@@ -2,6 +2,7 @@
 
 from espalier.sharding.spec import RULES
 from espalier.tensor.rules import (  # noqa: F401
+    across_ranks,
     attention,
     chunked_loss,
     composed,

@@ -1,0 +1,130 @@
+"""Collectives of torch.distributed that a program, or a library that it uses, calls by itself on DTensors.
+
+A DTensor stands for one value that all ranks have, so that value is what these send and receive: whole,
+whatever part of it lies here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espalier.layout import Layout, same_data
+from espalier.sharding.spec import special
+from espalier.tensor.dtensor import DTensor, stamp
+from espalier.tensor.observers import user_frame
+from espalier.trees import tensors_in, tree_map
+
+# those whose results are the same on all ranks, and which argument gets them; of a reduction all may have it
+_WRITTEN = {
+    "all_reduce": "tensor",
+    "all_reduce_coalesced": "tensors",
+    "reduce": "tensor",
+    "broadcast": "tensor",
+    "all_gather": "tensor_list",
+    "all_gather_coalesced": "output_tensor_lists",
+    "all_gather_single": "output_tensor",
+    "all_gather_into_tensor": "output_tensor",
+}
+# of others DTensors may be what is sent, if all ranks call them, and not what is received
+_OTHERS = {
+    "gather": "gather_list",
+    "scatter": "tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_single": "output",
+    "reduce_scatter_tensor": "output",
+    "all_to_all": "output_tensor_list",
+    "all_to_all_single": "output",
+}
+_OF_TWO = ("send", "isend", "recv", "irecv")
+_ALIKE = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+
+
+def _known() -> Iterator[Callable[..., Any]]:
+    for name in (*_WRITTEN, *_OTHERS, *_OF_TWO):
+        function = getattr(dist, name, None)  # some versions of torch lack some
+        if function is not None:
+            yield function
+
+
+@special(*_known())
+def of_whole_values(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The call on the whole values, which are written back where it is to write.
+
+    Raises:
+        NotImplementedError: it would give each rank another value, or only two ranks make it.
+    """
+    name = func.__name__
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    target = given.get(_WRITTEN.get(name, _OTHERS.get(name, "")))
+    written = [x for x in tensors_in(target) if type(x) is DTensor]
+    _refuse(name, given, written)
+    group = given.get("group")
+    if dist.get_world_size(group) > 1:
+        _warn(name, given.get("op", dist.ReduceOp.SUM))
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole(x: Any) -> Any:
+        if type(x) is not DTensor:
+            return x
+        value = wholes.get(id(x))
+        if value is None:
+            value = wholes[id(x)] = x.full_tensor().contiguous()
+        return value
+
+    with torch.no_grad():
+        given = {key: tree_map(whole, value) for key, value in given.items()}
+    if name == "reduce":
+        given.pop("dst", None)
+        given.pop("group_dst", None)
+        func = dist.all_reduce
+    work = func(**given)
+    if written and work is not None:
+        work.wait()
+    with torch.no_grad():
+        for x in written:
+            x.copy_(stamp(wholes[id(x)], Layout.replicated(x.device_mesh, tuple(x.shape))))
+    return work
+
+
+def _refuse(name: str, given: dict[str, Any], written: list[DTensor]) -> None:
+    if written and name not in _WRITTEN:
+        raise NotImplementedError(
+            f"torch.distributed.{name} into a DTensor: a DTensor is one value of all ranks, and each would "
+            "get another. Let it write to a plain tensor (torch.empty)."
+        )
+    if name not in _OF_TWO:
+        return
+    for x in tensors_in(given):
+        if type(x) is DTensor:
+            layout = x._layout.own
+            apart = not same_data(layout, Layout.replicated(layout.mesh, layout.shape))
+            if apart or name.endswith("recv"):
+                raise NotImplementedError(
+                    f"torch.distributed.{name} of a DTensor that lies as {layout!r}: it is one value of all "
+                    "ranks, and two of them make this call. Let all ranks call x.full_tensor(), or use "
+                    "x.to_local()."
+                )
+
+
+def _warn(name: str, op: Any) -> None:
+    if "reduce" in name and op not in _ALIKE:
+        effect = "adds it up once for each rank"
+    elif "gather" in name:
+        effect = "gives it once for each rank"
+    else:
+        return
+    warnings.warn(
+        f"torch.distributed.{name} of a DTensor {effect}: its value is that of all ranks already, of the "
+        "whole batch. Leave the call out, and a division by the number of ranks after it. Where a library "
+        "makes it, tell it not to: Metric(sync_on_compute=False) of torchmetrics, "
+        "VectorQuantize(sync_codebook=False). What is this rank's own is x.to_local().",
+        stacklevel=user_frame()[0],
+    )

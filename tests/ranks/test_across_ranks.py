@@ -1,0 +1,103 @@
+"""Collectives of torch.distributed that a program calls on DTensors: they are of the whole value."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import espalier
+from espalier import DTensor, Mesh, Partial, Placement, Replicate, Shard
+
+# its name before torch 2.13
+scattered = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+VALUE = torch.arange(10.0, dtype=torch.float64).reshape(5, 2)
+
+
+def laid(mesh: Mesh, placement: Placement) -> DTensor:
+    if isinstance(placement, Partial):
+        part = VALUE * 3 if mesh.rank else VALUE * (1 - 3 * (mesh.size() - 1))
+        return DTensor.from_local(part, mesh, [placement])
+    return espalier.distribute_tensor(VALUE.clone(), mesh, [placement])
+
+
+@contextmanager
+def told(words: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(each.message) for each in caught if "of a DTensor" in str(each.message)]
+    assert [words in text for text in said] == ([True] if words else []), said
+    assert all(each.filename == __file__ for each in caught if words in str(each.message))
+
+
+def equal(x: torch.Tensor, value: torch.Tensor) -> None:
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    assert torch.equal(whole, value), (x, value)
+
+
+def refused(call: Callable[..., Any], *args: Any, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        call(*args)
+
+
+def calls(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"data": world})
+    for placement in (Shard(0), Shard(1), Partial(), Replicate()):
+        x = laid(mesh, placement)
+        with told("adds it up once for each rank"):
+            dist.all_reduce(x)
+        equal(x, world * VALUE)
+        assert x.placements == (placement,)
+        with told("adds it up"):
+            work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+        equal(x, world**2 * VALUE)
+        with told(""):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        equal(x, world**2 * VALUE)
+        x = laid(mesh, placement)
+        with told("adds it up"):
+            dist.reduce(x, 0)
+        equal(x, world * VALUE)
+        x = laid(mesh, placement)
+        with told(""):
+            dist.broadcast(x, 1)
+        equal(x, VALUE)
+        given: list[list[torch.Tensor]] = [[torch.zeros_like(x) for _ in range(world)] for _ in range(2)]
+        given[1] = [torch.zeros_like(VALUE) for _ in range(world)]
+        for out in given:
+            with told("gives it once for each rank"):
+                dist.all_gather(out, x)
+            for each in out:
+                equal(each, VALUE)
+        flat = torch.zeros(5 * world, 2, dtype=torch.float64)
+        with told("gives it once for each rank"):
+            dist.all_gather_into_tensor(flat, x)
+        equal(flat, VALUE.repeat(world, 1))
+        with told("gives it once for each rank"):
+            dist.gather(x, given[1] if rank == 0 else None, 0)
+        part = torch.zeros(5, dtype=torch.float64)
+        with told("adds it up"):
+            scattered(part, x.t().reshape(10))
+        equal(part, world * VALUE[:, rank])
+        refused(dist.reduce_scatter, x, [VALUE] * world, words="into a DTensor.*plain tensor")
+        refused(dist.recv, x, words="one value of all ranks")
+        if not isinstance(placement, Replicate):
+            refused(dist.send, x, 1 - rank, words="one value of all ranks")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = laid(Mesh.single(), Replicate())
+        dist.all_reduce(alone, group=dist.new_group([rank], use_local_synchronization=True))
+        equal(alone, VALUE)
+
+
+@pytest.mark.world(2)
+def test_whole_values_are_sent(ranks: Any) -> None:
+    ranks(2, calls)
