@@ -68,7 +68,7 @@ Filter = tuple[str, str, type[Warning], str, int]
 
 @dataclass(frozen=True)
 class World:
-    """A default process group: the file its ranks meet at, and how many they are."""
+    """A default process group: the file that tells where its ranks meet, and how many they are."""
 
     store: str
     size: int
@@ -194,10 +194,31 @@ def _join(world: World, rank: int, timeout: float) -> None:
         "WORLD_SIZE": str(world.size),
         "LOCAL_WORLD_SIZE": str(world.size),
     }
-    store = dist.FileStore(world.store, world.size)
     limit = timedelta(seconds=min(timeout, MEETING))
+    store = _store(world, rank, limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+
+
+def _store(world: World, rank: int, limit: timedelta) -> Any:
+    """Where the ranks meet, and agree later: the first has it, and leaves its port in a file.
+
+    One that is a file is asked anew every ten milliseconds, and read from its beginning.
+    """
+    import torch.distributed as dist
+
+    told, end = Path(world.store), time.monotonic() + limit.total_seconds()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        part = told.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.replace(told)
+        return store
+    while not told.exists():
+        if time.monotonic() > end:
+            raise TimeoutError("rank 0 has not told where to meet")
+        time.sleep(0.001)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)
 
 
 def _leave() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -53,7 +54,10 @@ def library() -> Path:
     if built.exists():
         return built
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as place:
+    with (cache / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache) as place:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one run build it once
+        if built.exists():
+            return built
         objects = [Path(place, unit).with_suffix(".o") for unit in UNITS]
         steps = [
             (*FLAGS, *INCLUDES, "-c", str(HERE / unit), "-o", str(made))
@@ -63,7 +67,7 @@ def library() -> Path:
             list(pool.map(_compile, steps))
         whole = Path(place, "whole.so")
         _compile(("-shared", *map(str, objects), "-o", str(whole), *LINKS))
-        whole.replace(built)  # at once: others may build beside us
+        whole.replace(built)
     return built
 
 
