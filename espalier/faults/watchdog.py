@@ -80,7 +80,9 @@ class Watchdog:
         self._end, self._message, self._at = "", "", 0.0
         self._patient = 0
         self._verdict: Verdict | None = None
-        self._voted = False
+        self._world: Any = None
+        self._wish = self._voted = False
+        self._urgent = threading.Event()
 
     # ---- what the program tells
 
@@ -110,10 +112,12 @@ class Watchdog:
         """Whether all ranks shall save and leave after this step, for one was asked to (SIGTERM, SIGUSR1).
 
         To be asked by every rank at the end of every step; all get the same answer. Costs a look at an
-        attribute, until a signal has come.
+        attribute, until a signal has come; where nobody watches, a question to the store.
         """
         if not self.running:
-            return self.signals.asked
+            if not self._meets():
+                return self.signals.asked
+            self._exchange_wish()  # no thread does
         if not (self.signals.asked or self._wish):
             return False
         if not self._voted:
@@ -126,25 +130,43 @@ class Watchdog:
         # the last to vote did so at the end of a step that no other can have passed by more than one
         return step > max(int(vote) for vote in self._store.multi_get(votes))
 
-    # ---- beginning and end
+    def _meets(self) -> bool:
+        """Whether there are other ranks; a watch that does not run meets them at the store, from now on."""
+        if _is_alone():
+            return False
+        if self._world is not dist.group.WORLD:
+            self._meet()
+        return True
 
-    def start(self) -> None:
-        """Begin to watch the running world."""
+    def _meet(self) -> None:
+        """Find the store of the running world."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._world: Any = dist.group.WORLD
+        self._world = dist.group.WORLD
         self._default = default_store()
         number = self._default.add(f"espalier.watch/{self.rank}", 1)
         # the clone has a connection of its own, which nobody else waits on
         self._store = dist.PrefixStore(f"espalier.watch/{number}", self._default.clone())
         self._store.set_timeout(timedelta(seconds=self.faults.limit))
+
+    def _exchange_wish(self) -> None:
+        """Tell that this rank was asked to leave, and hear whether another was."""
+        if self.signals.asked and not self._wish:
+            self._store.set("wish", str(self.rank))
+        self._wish = self._wish or self._store.check(["wish"])
+
+    # ---- beginning and end
+
+    def start(self) -> None:
+        """Begin to watch the running world."""
+        self._meet()
         local, size = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         self._near = [r for r in range(self.rank - local, self.rank - local + size) if r != self.rank]
         self._machine, self._number, self._answered = machine(), 0, time.monotonic()
         self._signs: dict[int, tuple[Sign, float]] = {}
         self._computed: dict[int, tuple[float, float, bool]] = {}
         self._ready: dict[int, float] = {}
-        self._chair, self._wish, self._lost = 0, False, ""
-        self._urgent, self._posted, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._chair, self._lost = 0, ""
+        self._posted, self._over = threading.Event(), threading.Event()
         self._watching: AbstractContextManager[None] = observed(self)
         self._watching.__enter__()
         self._folder = os.environ.get(FOLDER)
@@ -328,9 +350,7 @@ class Watchdog:
         self._store.set(f"sign/{self.rank}", self._sign(end).dumps())
         if end:
             self._posted.set()
-        if self.signals.asked and not self._wish:
-            self._store.set("wish", str(self.rank))
-        self._wish = self._wish or self._store.check(["wish"])
+        self._exchange_wish()
         if self._verdict is None and self._store.check(["verdict"]):
             self._verdict = Verdict.loads(self._store.get("verdict"))
             self._leave_account(self._verdict)
@@ -500,8 +520,7 @@ def watched(faults: Faults | None = None) -> Watchdog:
             return running
         running.stop()
     pulse = Watchdog(faults or Faults())
-    alone = not dist.is_initialized() or dist.get_world_size() == 1 or is_fake()
-    if not alone and pulse.faults.watch and os.environ.get(_OFF) != "off":
+    if not _is_alone() and pulse.faults.watch and os.environ.get(_OFF) != "off":
         pulse.start()
     return pulse
 
@@ -510,6 +529,10 @@ def watched(faults: Faults | None = None) -> Watchdog:
 Mesh.joined = (*Mesh.joined, watched)
 if Mesh.built[0] is not None and Mesh.built[0] is dist.group.WORLD:
     watched()
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1 or is_fake()
 
 
 def _group(event: Collective) -> str:

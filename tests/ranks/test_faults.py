@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from espalier import Faults, Mesh
 from espalier.checkpoint import newest
+from espalier.comm import all_reduce
+from espalier.faults import watched
 from tests.asked import ASKED
 
 WORLDS = (
@@ -186,3 +190,21 @@ def test_ranks_that_are_told_to_leave_wait_for_a_slow_one(ended):
     said = [(end.place / f"out{rank}").read_text() for rank in end.codes]
     assert end.codes == {0: 0, 1: 0} and not end.reports, (end.codes, end.errors)
     assert said[0] == said[1] and said[0].startswith("left after step ")
+
+
+def leaves_unwatched(rank: int, world: int) -> int:
+    """The step after which a rank leaves, where one of them is asked to."""
+    mesh, pulse = Mesh.from_env({"data": world}), watched(Faults(watch=False))
+    for step in range(1, 20):
+        all_reduce(torch.ones(2), mesh, 0)
+        if rank == 1 and step == 3:
+            pulse.signals.asked = True
+        if pulse.to_leave(step):
+            return step
+    return 0
+
+
+@pytest.mark.world(2)
+def test_all_leave_after_one_step_where_nobody_watches(ranks):
+    first, second = ranks(2, leaves_unwatched, timeout=30)
+    assert 3 < first == second
