@@ -326,8 +326,6 @@ class Signals:
             yield
         finally:
             self._saves = False
-            if self.asked:
-                self._terminated = 0.0  # it was heard: the rest of the program may take its time
             for number in set(self._before) - had:
                 signal.signal(number, self._before.pop(number))
 
@@ -348,8 +346,8 @@ class Signals:
 
     def _note(self, number: int) -> None:
         if self._saves and number in _LEAVE:
-            self.asked = True
-        if number == signal.SIGTERM and not self._terminated:
+            self.asked = True  # it leaves by itself, and may take its time
+        elif number == signal.SIGTERM and not self._terminated:
             self._terminated = time.monotonic()
 
     def _in_child(self) -> None:

@@ -115,8 +115,10 @@ class Watchdog:
         attribute, until a signal has come; where nobody watches, a question to the store.
         """
         if not self.running:
-            if not self._meets():
+            if _is_alone():
                 return self.signals.asked
+            if self._world is not dist.group.WORLD:
+                self._meet()
             self._exchange_wish()  # no thread does
         if not (self.signals.asked or self._wish):
             return False
@@ -129,14 +131,6 @@ class Watchdog:
             return False
         # the last to vote did so at the end of a step that no other can have passed by more than one
         return step > max(int(vote) for vote in self._store.multi_get(votes))
-
-    def _meets(self) -> bool:
-        """Whether there are other ranks; a watch that does not run meets them at the store, from now on."""
-        if _is_alone():
-            return False
-        if self._world is not dist.group.WORLD:
-            self._meet()
-        return True
 
     def _meet(self) -> None:
         """Find the store of the running world."""

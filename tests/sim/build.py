@@ -50,14 +50,17 @@ def library() -> Path:
     """
     folder = os.environ.get("ESPALIER_SIM_CACHE")
     cache = Path(folder) if folder else Path(tempfile.gettempdir(), f"espalier-sim-{os.getuid()}")
-    built = cache / f"libsim-{_key()}.so"
-    if built.exists():
-        return built
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache) as place:
+    built = cache / f"libsim-{_key()}.so"
+    with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one run build it once
-        if built.exists():
-            return built
+        if not built.exists():
+            _build(built)
+    return built
+
+
+def _build(built: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as place:
         objects = [Path(place, unit).with_suffix(".o") for unit in UNITS]
         steps = [
             (*FLAGS, *INCLUDES, "-c", str(HERE / unit), "-o", str(made))
@@ -68,7 +71,6 @@ def library() -> Path:
         whole = Path(place, "whole.so")
         _compile(("-shared", *map(str, objects), "-o", str(whole), *LINKS))
         whole.replace(built)
-    return built
 
 
 def _key() -> str:

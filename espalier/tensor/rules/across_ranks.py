@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from espalier.layout import Layout, same_data
 from espalier.sharding.spec import special
-from espalier.tensor.dtensor import DTensor, stamp
+from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.observers import user_frame
 from espalier.trees import tensors_in, tree_map
 
@@ -66,8 +66,7 @@ def of_whole_values(
     target = given.get(_WRITTEN.get(name, _OTHERS.get(name, "")))
     written = [x for x in tensors_in(target) if type(x) is DTensor]
     _refuse(name, given, written)
-    group = given.get("group")
-    if dist.get_world_size(group) > 1:
+    if dist.get_world_size(given.get("group")) > 1:
         _warn(name, given.get("op", dist.ReduceOp.SUM))
     wholes: dict[int, torch.Tensor] = {}
 
@@ -90,7 +89,8 @@ def of_whole_values(
         work.wait()
     with torch.no_grad():
         for x in written:
-            x.copy_(stamp(wholes[id(x)], Layout.replicated(x.device_mesh, tuple(x.shape))))
+            value = wholes[id(x)]
+            x.copy_(stamp(value, layout_of(value, x.device_mesh)))
     return work
 
 
