@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,26 +217,42 @@ def of_result(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out.logits, y) if out.loss is None else out.loss
 
 
-def several_calls(rank: int, world: int) -> None:
-    same(GivesResult, of_result, {"pipe": 2})
+# lays a model, an optimizer, loaders out, as `espalier.prepare` does, or leaves them
+Lay = Callable[..., tuple[Any, ...]]
+
+
+def laid(plan: dict[str, Any] | None, *given: Any) -> tuple[Any, ...]:
+    return given if plan is None else espalier.prepare(*given, plan=plan)
+
+
+def same_numbers(rank: int, world: int, loop: Callable[[Lay], list[float]]) -> None:
+    """A loop gives the same on one process and in a pipeline."""
     results = []
     for plan in (None, {"pipe": 2}):
         torch.manual_seed(0)
-        net = Heads("one").double()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model: Any = net if plan is None else espalier.prepare(net, optimizer, plan=plan)[0]
-        seen = []
-        for step in range(3):
-            x, y = batch(step)
-            other = model(x + 0.1).detach()
-            loss = F.mse_loss(model(x), other) * 0.5 if step else F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            with torch.inference_mode():
-                seen += [loss.item(), model(batch(step + 9)[0]).sum().item()]
-        results.append(seen)
+        results.append(loop(partial(laid, plan)))
     assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+
+
+def of_dataclass(rank: int, world: int) -> None:
+    same(GivesResult, of_result, {"pipe": 2})
+
+
+def several_calls(lay: Lay) -> list[float]:
+    net = Heads("one").double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, _ = lay(net, optimizer)
+    seen: list[float] = []
+    for step in range(3):
+        x, y = batch(step)
+        other = model(x + 0.1).detach()
+        loss = F.mse_loss(model(x), other) * 0.5 if step else F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.inference_mode():
+            seen += [loss.item(), model(batch(step + 9)[0]).sum().item()]
+    return seen
 
 
 class Writes(nn.Module):
@@ -255,75 +272,61 @@ class Writes(nn.Module):
         return x
 
 
-def own_text(rank: int, world: int) -> None:
+def own_text(lay: Lay) -> list[float]:
     """A model learns of what a method of its own has written, by stages that it did not call as a whole."""
-    results = []
-    for plan in (None, {"pipe": 2}):
-        torch.manual_seed(0)
-        model: Any = Writes().double()
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
-        if plan is not None:
-            model, optimizer = espalier.prepare(model, optimizer, plan=plan)
-        seen = []
-        for _ in range(3):
-            text = model.generate(torch.arange(4)[:, None], 3)
-            weights = (text[:, 1:] % 2).double() + 0.5
-            with torch.no_grad():
-                before = model(text[:, :-1]).log_softmax(-1)
-            after = model(text[:, :-1]).log_softmax(-1)
-            chosen = (after - before).gather(-1, text[:, 1:, None])[..., 0].exp()
-            optimizer.zero_grad()
-            (loss := (chosen * weights).mean()).backward()
-            optimizer.step()
-            seen += [loss.item(), float(espalier.full_tensor(text).sum())]
-        results.append(seen)
-    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+    model: Any = Writes().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
+    model, optimizer = lay(model, optimizer)
+    seen: list[float] = []
+    for _ in range(3):
+        text = model.generate(torch.arange(4)[:, None], 3)
+        weights = (text[:, 1:] % 2).double() + 0.5
+        with torch.no_grad():
+            before = model(text[:, :-1]).log_softmax(-1)
+        after = model(text[:, :-1]).log_softmax(-1)
+        chosen = (after - before).gather(-1, text[:, 1:, None])[..., 0].exp()
+        optimizer.zero_grad()
+        (loss := (chosen * weights).mean()).backward()
+        optimizer.step()
+        seen += [loss.item(), float(espalier.full_tensor(text).sum())]
+    return seen
 
 
-def rows_of_a_loader(rank: int, world: int) -> None:
+def rows_of_a_loader(lay: Lay) -> list[float]:
     """They lie in stages, each rank's in its own, and go nowhere else, neither as inputs nor in losses."""
-    results = []
-    for plan in (None, {"pipe": 2}):
-        torch.manual_seed(0)
-        model: Any = Heads("one").double()
-        optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
-        rows = TensorDataset(*batch(0))
-        loader: Any = DataLoader(rows, batch_size=4, shuffle=True)
-        if plan is not None:
-            model, optimizer, loader = espalier.prepare(model, optimizer, loader, plan=plan)
-        seen = []
-        torch.manual_seed(1)
-        for _ in range(2):
-            for x, y in loader:
-                loss = (F.cross_entropy(model(x), y, reduction="none") * (y + 1)).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                seen.append(loss.item())
-        results.append(seen)
-    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
-
-
-def some_parameters(rank: int, world: int) -> None:
-    """``loss.backward(inputs=...)`` adds to the gradients of these."""
-    results = []
-    for plan in (None, {"pipe": 2}):
-        torch.manual_seed(0)
-        net = Heads("pair").double()
-        optimizer = torch.optim.SGD(net.parameters(), 0.5)
-        model: Any = net if plan is None else espalier.prepare(net, optimizer, plan=plan)[0]
-        seen = []
-        for step in range(3):
-            x, y = batch(step)
-            a, b = model(x)
+    model: Any = Heads("one").double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
+    rows = TensorDataset(*batch(0))
+    loader: Any = DataLoader(rows, batch_size=4, shuffle=True)
+    model, optimizer, loader = lay(model, optimizer, loader)
+    seen: list[float] = []
+    torch.manual_seed(1)
+    for _ in range(2):
+        for x, y in loader:
+            loss = (F.cross_entropy(model(x), y, reduction="none") * (y + 1)).mean()
             optimizer.zero_grad()
-            of_b = F.cross_entropy(b, y)
-            of_b.backward(retain_graph=True, inputs=list(net.b.parameters()))
-            (loss := F.cross_entropy(a, y)).backward()
+            loss.backward()
             optimizer.step()
-            seen += [of_b.item(), loss.item()]
-        results.append(seen)
-    assert max(abs(a - b) for a, b in zip(*results, strict=True)) < TOLERANCE, results
+            seen.append(loss.item())
+    return seen
+
+
+def some_parameters(lay: Lay) -> list[float]:
+    """``loss.backward(inputs=...)`` adds to the gradients of these."""
+    net = Heads("pair").double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    model, _ = lay(net, optimizer)
+    seen: list[float] = []
+    for step in range(3):
+        x, y = batch(step)
+        a, b = model(x)
+        optimizer.zero_grad()
+        of_b = F.cross_entropy(b, y)
+        of_b.backward(retain_graph=True, inputs=list(net.b.parameters()))
+        (loss := F.cross_entropy(a, y)).backward()
+        optimizer.step()
+        seen += [of_b.item(), loss.item()]
+    return seen
 
 
 def told(rank: int, world: int) -> None:
@@ -402,14 +405,15 @@ def test_dice_and_layers_without_features(ranks: Any) -> None:
 
 
 def test_calls_that_need_no_gradients_beside_one_that_does(ranks: Any) -> None:
-    ranks(2, several_calls)
+    ranks(2, of_dataclass)
+    ranks(2, same_numbers, several_calls)
 
 
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_text_of_its_own_rows_of_loaders_and_gradients_of_some_parameters(ranks: Any) -> None:
-    ranks(2, own_text)
-    ranks(2, rows_of_a_loader)
-    ranks(2, some_parameters)
+    ranks(2, same_numbers, own_text)
+    ranks(2, same_numbers, rows_of_a_loader)
+    ranks(2, same_numbers, some_parameters)
 
 
 def test_what_cannot_be_made_of_it_is_told(ranks: Any) -> None:
