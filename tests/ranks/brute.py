@@ -36,8 +36,8 @@ GRAIN = 2.0**-10
 SEED = 1234
 # so many combinations of layouts are tried at most for what is no first spelling
 FEW = 1
-# of more layouts of a sample after the first, so many are drawn: as two matrices have
-LATER = 9999 if ASKED else 16
+# of more layouts of a sample after the first, so many are drawn, in which each state of each tensor comes
+LATER = None if ASKED else 8
 
 
 @dataclass
@@ -120,7 +120,8 @@ def axis_layouts(
     elif few is not None and total > few:
         # one after another in a drawn order: of so many as there are states, none is left out
         turns = [rng.sample(c, len(c)) for c in choices]
-        combos = [tuple(t[i % len(t)] for t in turns) for i in range(few)]
+        # once through, tensors go on apart from each other: nothing comes twice
+        combos = [tuple(t[(i + k * (i // len(t))) % len(t)] for k, t in enumerate(turns)) for i in range(few)]
     else:
         combos = itertools.product(*choices)
     for combo in combos:
@@ -420,13 +421,14 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 wanted = truth(function, sample, values, of, generator)
             fitted += 1
             some = few if first and not again else FEW
-            most = of.most if sample is of.samples[0] else min(of.most, LATER)
+            if some is None and sample is not of.samples[0]:
+                some = LATER
             if not first and mesh.size() > 2 and place % 2 == mesh.ndim % 2:
                 continue  # on three ranks or on a grid
             if mesh.ndim > 1:
                 combos = drawn_layouts(xs, mesh, some, rng) if few else iter(())
             else:
-                combos = axis_layouts(xs, mesh, some, most if mesh.size() == 2 else of.most // 5, rng)
+                combos = axis_layouts(xs, mesh, some, of.most if mesh.size() == 2 else of.most // 5, rng)
             for layouts in combos:
                 agree.call = f"{name_of(function)}{sample} on {', '.join(map(repr, layouts))}"
                 line = _tried(function, sample, layouts, values, wanted, of, generator, agree)
