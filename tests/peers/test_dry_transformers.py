@@ -24,7 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def built(name: str) -> Any:
     import transformers as hf
 
-    wide = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    wide = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"vocab_size": WORDS, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -33,10 +33,10 @@ def built(name: str) -> Any:
             return hf.BertForMaskedLM(hf.BertConfig(**wide, **no_dropout, **text))
         if name == "gpt2":
             still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-            sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": WORDS}
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": WORDS}
             return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **still, bos_token_id=1, eos_token_id=2))
         if name == "t5":
-            sizes = {"d_model": 32, "d_ff": 64, "num_layers": 4, "num_heads": 4, "d_kv": 8}
+            sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8}
             still = {"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}
             return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=WORDS, **sizes, **still))
         more: dict[str, Any] = {"num_key_value_heads": 2, "use_cache": False, **wide, **text}

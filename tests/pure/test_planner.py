@@ -57,7 +57,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
     }
     if plan["zero"]:
         plan["offload"] = lot.choice([{}, {}, {"states": "host"}])
-    return plan, lot.randint(9, 14), {"dropout": lot.choice([0.0, 0.1]), "tied": lot.random() < 0.5}
+    return plan, lot.randint(9, 10), {"dropout": lot.choice([0.0, 0.1]), "tied": lot.random() < 0.5}
 
 
 @pytest.mark.parametrize("seed", left_to_sweeps(range(3, 7), 2, why="2 and 4 have all of it"))
@@ -80,8 +80,8 @@ def test_composed_is_the_whole(seed: int) -> None:
     "plan", [{}, {"schedule": "zb-h1"}, {"data": 2, "zero": 1, "recompute": "full"}], ids=str
 )
 def test_composed_stages(plan: dict[str, Any], rank: int) -> None:
-    plan = {"pipe": 2, "accumulate": 4, "cuts": ("blocks.6",), **SMALL, **plan}
-    short, whole = both(plan, 12, {"pipe": rank})
+    plan = {"pipe": 2, "accumulate": 4, "cuts": ("blocks.5",), **SMALL, **plan}
+    short, whole = both(plan, 10, {"pipe": rank})
     assert not short.why and short.runs > 1, short.why
     assert short.differs(whole) == [] and short.rank["pipe"] == rank
     assert bool(whole.slots) == (plan.get("zero") == 1)

@@ -200,8 +200,7 @@ def peak_of(
     """Of a real step and of a dry one: the peak, parameters, states; ``most``: of the first to the second."""
     engine = engine_of(sizes, plan)
     data = tokens(rows, "cpu", 64)
-    for _ in range(2):
-        engine.train_step(data)
+    engine.train_step(data)
     with torch.device("meta"):
         twin = build("gpt", sizes)
     report = espalier.dry_run(

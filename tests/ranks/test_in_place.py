@@ -49,7 +49,7 @@ def same_bits(rank: int, world: int, plans: list[tuple[dict[str, Any], str]]) ->
                 assert 0 < there[0][-1][3] < STEPS, "no step was skipped, or all"
 
 
-STEPS = 4
+STEPS = 3
 FALLS = {"init_scale": 2.0**24, "backoff_factor": 2.0**-8}
 SKIPS = {"precision": {"compute": "float16", "loss_scale": FALLS}}
 

@@ -20,14 +20,14 @@ MIXTRAL = {
     "vocab_size": 101,
     "hidden_size": 32,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 24,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-OWN = {"vocab_size": 101, "max_positions": 24, "layers": 4, "hidden": 32, "heads": 4, "ffn": 96, "experts": 4}
+OWN = {"vocab_size": 101, "max_positions": 24, "layers": 2, "hidden": 32, "heads": 4, "ffn": 96, "experts": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {"kind": "moe", **OWN},
     "mixtral": {"kind": "hf", "config": MIXTRAL},

@@ -31,7 +31,7 @@ def trained(free: int | None, sizes: Sequence[int] = ROWS, **plan: Any) -> Run:
     """On a device with so many bytes free, or what there is."""
     sim: Any = torch.get_device_module("sim")
     gc.collect()  # what an engine before it held
-    net = model("gpt").float()
+    net = model("gpt", layers=1).float()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     run = Run([], [], [])
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def by_memory(shared: Shared, rank: int, world: int) -> list[Run]:
 
 def less_by_a_third(roomy: Run) -> int:
     """So many bytes that a third of the states does not fit into the last step, a long one."""
-    states = 2 * sum(p.nbytes for p in model("gpt").float().parameters())
+    states = 2 * sum(p.nbytes for p in model("gpt", layers=1).float().parameters())
     return int((roomy.peaks[-1] - states / 3) / 0.9)
 
 

@@ -23,7 +23,7 @@ def memory(shared: Shared, rank: int, world: int) -> dict[tuple[bool, str], tupl
     device = torch.get_device_module("sim")
     for compiled in (False, True):
         for kind in ("none", "full", "selective"):
-            net, optimizer, batches = parts({"changes": {"layers": 6}})
+            net, optimizer, batches = parts({"changes": {"layers": 4}})
             graphs = Graphs()
             plan = {"recompute": kind}
             engine = espalier.initialize(net, optimizer, plan, compile=graphs if compiled else False)
@@ -37,7 +37,7 @@ def memory(shared: Shared, rank: int, world: int) -> dict[tuple[bool, str], tupl
             shared.sim.c.sim_restart_peak()
             engine.train_step(batches[2])
             found[compiled, kind] = kept, device.max_memory_allocated() - before
-            assert len(graphs.backward) == 6 * compiled
+            assert len(graphs.backward) == 4 * compiled
             del engine, net, optimizer
     return found
 
