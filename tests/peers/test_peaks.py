@@ -23,7 +23,7 @@ from tests.asked import ASKED
 from tests.ranks.test_plans import drawn_plan
 
 PRELOAD = ["transformers.modeling_utils"]
-HERE = (1, 21, 23, 39, 41, 43, 60, 63)  # those that are drawn without it
+HERE = (1, 21, 23, 39, 41, 60, 63)  # those that are drawn without it
 WORDS, LENGTH, WIDTH, HEADS, LAYERS = 128, 64, 64, 4, 4
 BAR = 0.01
 KINDS = ("gpt", "llama", "gpt2", "bert")

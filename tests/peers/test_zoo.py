@@ -26,7 +26,7 @@ from tests.zoo.train import TrialError, Verdict, compared, reference, trial
 
 PRELOAD = ["tests.zoo", "transformers.modeling_utils"]
 SEED = int(os.environ.get("ESPALIER_SEED", "0"))
-SAMPLE = max(ASKED, 8)
+SAMPLE = max(ASKED, 6)
 
 
 @pytest.mark.world(4)

@@ -32,7 +32,7 @@ def fail_on_one(mesh: Mesh) -> None:
         raise KeyError("nothing of that name")
 
 
-def test_spawn_runs_a_function_on_a_mesh() -> None:
+def test_spawn_runs_a_function_on_a_mesh(forked: Any) -> None:
     found = espalier.spawn(total, {"data": 2, "tensor": 1}, 3.0)
     assert found == [(7.0, (0, 0)), (7.0, (1, 0))]
 

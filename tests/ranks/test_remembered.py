@@ -258,7 +258,7 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
         options: dict[str, Any] = {"count": lambda rows: 8 // parts} if parts > 1 else {}
         given, optimizer = espalier.prepare(model, optimizer, plan=plan, **options)
     out: list[Any] = []
-    for step in range(5):
+    for step in range(4):
         if kind == "tempered":
             given.temperature = 1.0 + step // 2
             if step == 2:
@@ -285,7 +285,7 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
             with torch.no_grad():
                 out.append(given(batch(50)[0]))
             given.train()
-        if step == 3 and plan is not None:
+        if step == 2 and plan is not None:
             given.engine.save(folder)
             given.engine.load(folder)
     given.eval()

@@ -314,7 +314,7 @@ def torchrun_of(name: str, ranks: int) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(("name", "ranks"), [("slurm.sbatch", 1), ("kubernetes.yaml", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("slurm.sbatch", 1), ("kubernetes.yaml", 1)])
 def test_the_commands_of_the_ready_files_train(tmp_path, name, ranks):
     (tmp_path / "job.toml").write_text(
         '[model]\nkind = "gpt"\nvocab_size = 40\nlayers = 1\nhidden = 16\nheads = 2\nmax_positions = 12\n'

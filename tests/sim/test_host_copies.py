@@ -18,6 +18,7 @@ from tests.sim.plans import STEPS, parts, trained
 from tests.sim.transport import Shared
 
 SINGLE = {"dtype": torch.float32}
+SMALL = {**SINGLE, "changes": {"layers": 1}}
 
 
 def brought(shared: Shared, rank: int, world: int, plan: dict[str, Any]) -> tuple[list[int], int]:
@@ -86,7 +87,7 @@ def written(shared: Shared, rank: int, world: int, plan: dict[str, Any]) -> list
     """By each way of writing to parameters between steps: how far weights are from plain torch's."""
     far = []
     for name, away in itertools.product((*WRITES, "load_state_dict"), (True, False)):
-        net, optimizer, batches = parts(SINGLE)
+        net, optimizer, batches = parts(SMALL)
         initial = {key: x.clone() for key, x in net.state_dict().items()}
         step: Callable[[Any], Any]
         if away:

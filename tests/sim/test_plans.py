@@ -56,6 +56,7 @@ ROUTED = {
 }
 
 TIED = {"kind": "gpt2", "changes": {"layers": 4, "tied": True}}
+SHORT = {"kind": "gpt2", "changes": {"layers": 2, "tied": True}}
 SINGLE = {"dtype": torch.float32}
 EIGHT = {**SINGLE, "changes": {"hidden": 32, "ffn": 64}}  # products of 8 bits have multiples of 16
 AWAY = {"states": "host", "gradients": "host", "parameters": "host"}
@@ -114,8 +115,8 @@ TWO: Plans = {
     "ulysses": ({"context": 2, "context_kind": "ulysses"}, {}, {}),
     "made on the device, zero 3": ({"data": 2, "zero": 3}, {"default": True}, {}),
     "1f1b, tied": ({"pipe": 2, "accumulate": 4}, TIED, {}),
-    "gpipe": ({"pipe": 2, "accumulate": 4, "schedule": "gpipe"}, TIED, {}),
-    "zb-h1": ({"pipe": 2, "accumulate": 4, "schedule": "zb-h1"}, TIED, {}),
+    "gpipe": ({"pipe": 2, "accumulate": 4, "schedule": "gpipe"}, SHORT, {}),
+    "zb-h1": ({"pipe": 2, "accumulate": 4, "schedule": "zb-h1"}, SHORT, {}),
     "interleaved, tied": (
         {"pipe": 2, "accumulate": 4, "schedule": "interleaved", "stages_per_rank": 2},
         TIED,
@@ -129,7 +130,7 @@ TWO: Plans = {
 }
 FOUR: Plans = {
     "2d": ({"tensor": 4, "tensor_mode": "2d"}, {}, {}),
-    "pipe and data": ({"pipe": 2, "data": 2, "zero": 2, "accumulate": 4}, TIED, {}),
+    "pipe and data": ({"pipe": 2, "data": 2, "zero": 2, "accumulate": 4}, SHORT, {}),
     "asynchronous, zero 3": ({"data": 2, "tensor": 2, "zero": 3, **ASYNCHRONOUS}, {}, {}),
     "data and tensor": ({"data": 2, "tensor": 2, "zero": 3}, {}, {}),
 }
