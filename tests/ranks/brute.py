@@ -36,8 +36,9 @@ GRAIN = 2.0**-10
 SEED = 1234
 # so many combinations of layouts are tried at most for what is no first spelling
 FEW = 1
-# of more layouts of a sample after the first, so many are drawn, in which each state of each tensor comes
-LATER = None if ASKED else 8
+# of more layouts of a sample after the first, so many are drawn, in which each state of each tensor comes;
+# where few are of the first, half as many; but not on sweeps
+LATER = 8
 
 
 @dataclass
@@ -421,8 +422,8 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                 wanted = truth(function, sample, values, of, generator)
             fitted += 1
             some = few if first and not again else FEW
-            if some is None and sample is not of.samples[0]:
-                some = LATER
+            if sample is not of.samples[0] and not ASKED:
+                some = LATER if some is None else -(-some // 2)
             if not first and mesh.size() > 2 and place % 2 == mesh.ndim % 2:
                 continue  # on three ranks or on a grid
             if mesh.ndim > 1:

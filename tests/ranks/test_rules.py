@@ -12,7 +12,7 @@ from tests.asked import ASKED
 from tests.ranks.brute import check
 from tests.ranks.cases import CASES
 
-# else so few layouts are drawn on three ranks that each state of each tensor comes
+# else so few layouts of first samples are drawn on three ranks that each state of each tensor comes
 FEW = 6
 
 
