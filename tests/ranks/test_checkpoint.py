@@ -29,7 +29,7 @@ from tests.ranks.test_engine import batch, model
 from tests.ranks.test_experts import model as experts
 
 ROWS = 8
-# of more checkpoints than this, each plan loads its own, that of one process, and a fifth of the others
+# of more checkpoints than this, each plan loads its own, that of one process, and a seventh of the others
 MANY = 99 if ASKED else 8
 Plan = dict[str, Any]
 
@@ -108,7 +108,7 @@ def load_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path,
         saved = sorted(folder.glob("?-*"))
         for k, here in enumerate(saved):
             wanted, own = torch.load(here / "losses.pt"), here.name == f"{world}-{i}"
-            if len(saved) > MANY and not own and here.name != "1-0" and (i + k) % 5:
+            if len(saved) > MANY and not own and here.name != "1-0" and (i + k) % 7:
                 continue
             if here.name == "1-0":  # before the first batch
                 engine = engine_of(build, plan, folder, early=True)

@@ -58,6 +58,7 @@ ROUTED = {
 TIED = {"kind": "gpt2", "changes": {"layers": 4, "tied": True}}
 SHORT = {"kind": "gpt2", "changes": {"layers": 2, "tied": True}}
 SINGLE = {"dtype": torch.float32}
+FLAT = {"changes": {"layers": 1}}  # where nothing hangs on what comes before a layer or after it
 EIGHT = {**SINGLE, "changes": {"hidden": 32, "ffn": 64}}  # products of 8 bits have multiples of 16
 AWAY = {"states": "host", "gradients": "host", "parameters": "host"}
 ON_DISK = {**dict.fromkeys(AWAY, "disk"), "directory": ""}
@@ -84,17 +85,17 @@ MOST = {"experts": 2 * 2 * 2, "a plain mean": 2 * 2, "counted, judged": 2 * 2 * 
 Plans = dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]]
 
 ONE: Plans = {
-    "one": ({}, {}, {}),
-    "made on the device": ({}, {"default": True}, {}),
-    "autocast": ({"precision": "autocast-bfloat16"}, SINGLE, {}),
-    "float16": ({"precision": "float16"}, SINGLE, {}),
+    "one": ({}, FLAT, {}),
+    "made on the device": ({}, {"default": True, **FLAT}, {}),
+    "autocast": ({"precision": "autocast-bfloat16"}, {**SINGLE, **FLAT}, {}),
+    "float16": ({"precision": "float16"}, {**SINGLE, **FLAT}, {}),
     "states on the host": ({"offload": {"states": "host"}}, SINGLE, OFFLOADED),
     "masters on the host": ({"offload": {"states": "host"}, **LOW}, SINGLE, OFFLOADED),
     "updated by the device": ({"offload": {"states": "host", "update": "device"}}, SINGLE, OFFLOADED),
     "updated by both": ({"offload": {"states": "host", "update": "auto"}}, SINGLE, OFFLOADED | MEASURED),
     "half of them": ({"offload": {"states": {"place": "host", "ratio": 0.5}}}, SINGLE, OFFLOADED),
     "recompute": ({"recompute": "full", "recompute_inputs": "host"}, {}, {}),
-    "dropout": ({}, {"changes": {"dropout": 0.1}}, {}),
+    "dropout": ({}, {"changes": {"dropout": 0.1, "layers": 1}}, {}),
 }
 TWO: Plans = {
     **{f"zero {zero}": ({"data": 2, "zero": zero}, {}, {}) for zero in range(4)},
@@ -111,8 +112,8 @@ TWO: Plans = {
     "sequence": ({"tensor": 2, "sequence_parallel": True}, {}, {}),
     "asynchronous": ({"tensor": 2, **ASYNCHRONOUS}, {}, {}),
     "asynchronous, autocast": ({"tensor": 2, **ASYNCHRONOUS, "precision": "autocast-bfloat16"}, SINGLE, {}),
-    "ring": ({"context": 2, "context_kind": "ring"}, {}, {}),
-    "ulysses": ({"context": 2, "context_kind": "ulysses"}, {}, {}),
+    "ring": ({"context": 2, "context_kind": "ring"}, FLAT, {}),
+    "ulysses": ({"context": 2, "context_kind": "ulysses"}, FLAT, {}),
     "made on the device, zero 3": ({"data": 2, "zero": 3}, {"default": True}, {}),
     "1f1b, tied": ({"pipe": 2, "accumulate": 4}, TIED, {}),
     "gpipe": ({"pipe": 2, "accumulate": 4, "schedule": "gpipe"}, SHORT, {}),
@@ -129,7 +130,7 @@ TWO: Plans = {
     "experts": ({"data": 2, "expert": 2}, {"kind": "moe"}, ROUTED),
 }
 FOUR: Plans = {
-    "2d": ({"tensor": 4, "tensor_mode": "2d"}, {}, {}),
+    "2d": ({"tensor": 4, "tensor_mode": "2d"}, FLAT, {}),
     "pipe and data": ({"pipe": 2, "data": 2, "zero": 2, "accumulate": 4}, SHORT, {}),
     "asynchronous, zero 3": ({"data": 2, "tensor": 2, "zero": 3, **ASYNCHRONOUS}, {}, {}),
     "data and tensor": ({"data": 2, "tensor": 2, "zero": 3}, {}, {}),
