@@ -283,6 +283,51 @@ class Board:
         return message
 
 
+class Answers:
+    """What ranks leave for others, which wait for it; who goes on is known to have left all that it will.
+
+    All ranks of a mesh make it, and go on alike. It stands in no ledger.
+    """
+
+    def __init__(self, mesh: Mesh, about: str) -> None:
+        self._rank, self._turn = mesh.world_rank, 0
+        store, number = _talk(mesh, about)
+        self._store = dist.PrefixStore(str(number), store)
+        self._left: list[list[str]] = [[]]  # the places of the last turns
+
+    def tell(self, key: str, message: bytes) -> None:
+        """Leave an answer, until three turns later."""
+        self._store.set(place := f"{self._rank}/{self._turn}/{key}", message)  # type: ignore[arg-type]
+        self._left[-1].append(place)
+
+    def ask(self, key: str, of: int) -> bytes | None:
+        """What that rank of the world leaves in this turn; None if it goes on without, or never comes."""
+        place, pause = f"{of}/{self._turn}/{key}", 1e-4
+        limit: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch's stubs leave it out
+        ends = time.monotonic() + limit.total_seconds()
+        while not self._store.check([place]):
+            has_left = self._store.check([at := f"{of}/turn"]) and int(self._store.get(at)) > self._turn
+            if has_left or time.monotonic() > ends:
+                return bytes(self._store.get(place)) if self._store.check([place]) else None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return bytes(self._store.get(place))
+
+    def go_on(self, tells: bool) -> None:
+        """The next turn begins. No rank may still be two turns behind when it ends.
+
+        Args:
+            tells: whether to tell those who wait for an answer.
+        """
+        self._turn += 1
+        if tells:
+            self._store.set(f"{self._rank}/turn", str(self._turn))
+        self._left.append([])
+        if len(self._left) > 3:
+            for place in self._left.pop(0):
+                self._store.delete_key(place)
+
+
 def _talk(mesh: Mesh, about: str) -> tuple[dist.Store, int]:
     """Where all ranks of a mesh say what a thing is about, and how often this one has come there."""
     store = dist.PrefixStore(f"espalier.{about}/" + "-".join(map(str, mesh.ranks)), default_store())

@@ -72,6 +72,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
+from espalier.tensor.asked import apart
 from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
@@ -547,6 +548,10 @@ class Engine(Surface):
 
         Another of several optimizers, which steps after one, finds what that was told of the gradients.
         """
+        with apart(self.mesh):
+            return self._stepped(optimizer, keep)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, keep: bool) -> bool:
         passes, data, known = self.passes, self._laid_out(), self._judgement
         if known is not None and (passes.has_gradients or optimizer in known.stepped):
             known = None

@@ -18,6 +18,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.gradients import gradient_of
 from espalier.tensor import DTensor, layout_of, plain, stamp
+from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
 from espalier.tensor.observers import asks_for_gradients, tell_of_absent_gradient, user_frame
 from espalier.torch_private import foreach_norms, raw, wrap_door
@@ -66,6 +67,7 @@ class SeenGradients:
         self._elsewhere: dict[int, DTensor | None] = {}  # by parameter, what stands here for its gradient
         self._dtype_of: weakref.WeakMethod[DtypeOf] | None = None
         self._around: weakref.WeakMethod[Around] | None = None
+        self._number = 0  # of the engines with stages on the mesh
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a parameter that is saved goes without
@@ -96,6 +98,9 @@ class SeenGradients:
         """
         parameters = dict(self._module.named_parameters())
         self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
+        self._number = self._mesh.asked.joined(self)
+        for name, p in parameters.items():
+            name_value(p, "parameter", self._number, name)
         self._dtype_of, self._around = dtype_of, around
 
     def of_others(self, go: Callable[[], None]) -> None:
@@ -118,12 +123,17 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         (name, mesh), here = place, p._layout.mesh
-        if (here is mesh and here.is_member) or not (asked or asks_for_gradients()):
+        by_program = asked or asks_for_gradients()
+        if by_program is not None:
+            self._mesh.asked.sees(own=not by_program)
+        if grad is not None:
+            name_value(grad, "gradient", self._number, name)
+        if (here is mesh and here.is_member) or not by_program:
             return grad
         if here.is_member:
             if grad is None or self.is_stepping or not self._is_finished:
                 return grad
-            return seen_on(grad, mesh)
+            return name_value(seen_on(grad, mesh), "gradient", self._number, name)
         if self._reasons:
             raise RuntimeError(self._reasons[0])
         if self.is_stepping:
@@ -132,7 +142,7 @@ class SeenGradients:
         if id(p) not in self._elsewhere and self._is_finished:
             dtype_of = None if self._dtype_of is None else self._dtype_of()
             dtype = None if dtype_of is None else dtype_of(name, p)
-            self._elsewhere[id(p)] = None if dtype is None else _stand_in(p, mesh, dtype)
+            self._elsewhere[id(p)] = None if dtype is None else self._stand_in(p, mesh, dtype)
         return self._elsewhere.get(id(p))
 
     def given(self, p: DTensor, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -140,12 +150,21 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         here = p._layout.mesh
+        if asks_for_gradients():
+            self._mesh.asked.changed()
         self.are_given = self.are_given or grad is not None
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:
             grad = brought(grad, here)
         if not here.is_member:
-            self._elsewhere[id(p)] = None if grad is None else _stand_in(p, place[1], grad.dtype)
+            self._elsewhere[id(p)] = None if grad is None else self._stand_in(p, place[1], grad.dtype)
         return grad
+
+    def _stand_in(self, p: DTensor, mesh: Mesh, dtype: torch.dtype) -> DTensor:
+        """What has the shape of a gradient that lies on other ranks."""
+        layout = Layout.replicated(mesh, p.shape)
+        with raw():
+            grad = stamp(torch.empty(layout.local_shape, dtype=dtype, device="meta"), layout)
+        return name_value(grad, "gradient", self._number, self._places[id(p)][0])
 
     @property
     def is_barred(self) -> bool:
@@ -213,13 +232,6 @@ class SeenGradients:
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
         is_scaled = self._scaler is not None and self.is_scaled and not self.is_stepping
         return norm / self._scaler.scale if is_scaled else norm  # type: ignore[union-attr]
-
-
-def _stand_in(p: DTensor, mesh: Mesh, dtype: torch.dtype) -> DTensor:
-    """What has the shape of a gradient that lies on other ranks."""
-    layout = Layout.replicated(mesh, p.shape)
-    with raw():
-        return stamp(torch.empty(layout.local_shape, dtype=dtype, device="meta"), layout)
 
 
 def gradients_seen(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -45,6 +45,7 @@ from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
@@ -141,6 +142,8 @@ class Staged(Passes):
                 p._copies = places[name]  # type: ignore[attr-defined]  # beside its gradient it is there
         self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
         around: weakref.WeakMethod[Around] = weakref.WeakMethod(self.make_beside)
+        if self.mesh.asked is None:
+            self.mesh.asked = Asked(self.mesh)
         self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient), around)
         data.gradients.announce(_come_unannounced)
         self.mesh.beside = beside
@@ -301,7 +304,8 @@ class Staged(Passes):
         self.data.begin_forward()
         self.mesh.beside = None  # what stages compute goes back as it is
         try:
-            with self.watch or nullcontext(), self.call.casts or nullcontext(), work.open(schedule):
+            watch, casts = self.watch or nullcontext(), self.call.casts or nullcontext()
+            with apart(self.mesh), watch, casts, work.open(schedule):
                 self.stages.runtime.run(schedule, work.agreed, work)
         finally:
             self.mesh.beside = beside

@@ -35,6 +35,7 @@ from espalier.tensor.fallback import (
     writes,
 )
 from espalier.tensor.meshes import SeveralMeshesError, mesh_of, together
+from espalier.tensor.observers import DOOR
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.joint_failure import fail_together
 from espalier.tensor.saved import (
@@ -294,9 +295,18 @@ def forget() -> None:
 
 
 def dispatch(
-    cls: type, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    cls: type,
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: Any = None,
+    *,
+    is_shown: bool = False,
 ) -> Any:
-    """``DTensor.__torch_function__``."""
+    """``DTensor.__torch_function__``, of a call that watchers are shown first, unless they were."""
+    if DOOR.show is not None and not is_shown:
+        kwargs = kwargs or {}
+        return DOOR.show(partial(carry_out, cls, func, types, args, kwargs), func, args, kwargs)
     slot = _slots.get(func)
     if slot is None:
         slot = _slots[func] = _Slot(func)
@@ -345,6 +355,9 @@ def dispatch(
     if entry.writes:
         return plain_call(func, types, args, kwargs)
     return entry.call(func, args, kwargs)
+
+
+carry_out = partial(dispatch, is_shown=True)  # of what is no call of the program's, or was one
 
 
 def _first(
@@ -489,7 +502,7 @@ def _unruled(
 ) -> Any:
     lent = loans.loans_in(tensors_in((args, kwargs)))
     if lent:
-        again = dispatch if RULES.get(func) is not None or function_of(func) is None else _uncached
+        again = carry_out if RULES.get(func) is not None or function_of(func) is None else _uncached
         return loans.call(again, func, args, kwargs, lent, writes(func))
     if loans.are_tensors(func, args, kwargs):
         args, kwargs = loans.read(func, args, kwargs)

@@ -71,8 +71,8 @@ def absent(layout: Layout) -> ValueError:
         f"The values of {layout!r} are on ranks {list(mesh.ranks)}; this is rank {mesh.world_rank}. On all "
         "of them, redistribute it to a mesh with this rank, or ask on a rank of the mesh (mesh.is_member). "
         "Of the parameters of a pipeline, engine.full_state_dict() gives all values on all ranks, and "
-        "engine.full_gradients() their gradients. Numbers made of each are known everywhere once all ranks "
-        "have put them together: ask their sum, or torch.stack of them, for values, and not each."
+        "engine.full_gradients() their gradients. Numbers made of parameters and gradients by torch's calls "
+        "are known everywhere where all ranks ask for them, between the passes and the steps of the engine."
     )
 
 
@@ -370,18 +370,25 @@ class DTensor(torch.Tensor):
                 taken to compute the same, and compared when they flow (see :meth:`to_local`).
 
         Raises:
-            ValueError: this rank is outside the mesh, so it has no values; or see :meth:`to_local`.
+            ValueError: this rank is outside the mesh, so it has no values (but of a stage's small ones, which
+                all ranks may ask for); or see :meth:`to_local`.
         """
+        lay = self._layout.own
+        asked = None if lay.mesh.within is None else lay.mesh.outermost.asked
+        if not lay.mesh.is_member:
+            if asked is None or (self.requires_grad and torch.is_grad_enabled()):
+                raise absent(lay)
+            return asked.ask(self)
         x = up_to_date(self)
         lay = x._layout.own
-        if not lay.mesh.is_member:
-            raise absent(lay)
         if grad_placements is not None:
             whole = redistribute(x, Layout.replicated(lay.mesh, lay.shape))
             return whole.to_local(grad_placements=grad_placements)
         full = Layout.replicated(lay.mesh, lay.shape)
         with raw():
             out = left(move(x, lay, full))
+        if asked is not None:
+            asked.tell(self, out)
         busy = [axis for axis, n in enumerate(lay.mesh.shape) if n > 1]
         if not (busy and out.requires_grad):
             return out
@@ -530,6 +537,9 @@ def full_value(x: DTensor) -> torch.Tensor:
     if recorders():
         whole: torch.Tensor = handle_torch_function(full_value, (), x)
         return whole
+    if x._layout.mesh.within is not None and x.requires_grad:
+        with torch.no_grad():
+            return x.full_tensor()
     return x.full_tensor()
 
 

@@ -36,7 +36,7 @@ from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
 from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
-from espalier.tensor.dispatch import dispatch, unruled
+from espalier.tensor.dispatch import carry_out, unruled
 from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
 from espalier.tensor.loans import whole
@@ -137,7 +137,7 @@ def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         given = leaves([list(args), kwargs]) if torch_functions_on() else []
         if any(type(x) is DTensor for x in given):
-            return dispatch(DTensor, function, (), args, kwargs)
+            return carry_out(DTensor, function, (), args, kwargs)
         stands = [
             x for x in given if not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
         ]
@@ -160,7 +160,7 @@ def _typed(original: fallback.Apply, cls: Any, args: tuple[Any, ...], kwargs: An
     if inside is not None:
         return cls.apply(*map(inside.whole, args), **kwargs)
     if knows(cls):
-        return dispatch(DTensor, cls.apply, (), args, kwargs)
+        return carry_out(DTensor, cls.apply, (), args, kwargs)
     return unruled(cls.apply, args, kwargs)
 
 
@@ -641,7 +641,7 @@ def _on_dtensors(
         score_mod or same_score, flex.noop_mask if block_mask is None else block_mask.mask_mod
     )
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    out, lse, most = dispatch(DTensor, _attended, (), (query, key, value, functions, scale))
+    out, lse, most = carry_out(DTensor, _attended, (), (query, key, value, functions, scale))
     if return_aux is not None:
         aux = flex.AuxOutput(
             lse=lse * _LN2 if return_aux.lse else None,

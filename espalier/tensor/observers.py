@@ -1,8 +1,9 @@
 """Watching the dispatcher: explanations and the sanitizer are watchers.
 
-While a watcher is open, ``DTensor.__torch_function__`` is another function, which shows each call
-to the watchers and hands it on to the dispatcher; when the last one closes, the dispatcher is back
-in its place. So a program that nobody watches pays nothing.
+While a watcher is open, the dispatcher has each call shown to the watchers before it carries it out. So a
+program that nobody watches pays a look at one attribute. (Another function in the place of
+``DTensor.__torch_function__`` would have Python look up the type's attributes anew after each change, and,
+from 3.13 on, after a thousand changes at every access.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch import nn
 from espalier.comm import Collective, observed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.tensor.dtensor import DTensor
 from espalier.torch_private import current_node, module_call, next_node_number
 
 Go = Callable[[], Any]
@@ -37,10 +37,12 @@ class Watcher:
     Attributes:
         inside: see the calls inside compiled regions too, which then run as they are written.
         traffic: see collectives.
+        passes: see what stages of a pipeline compute, which is DTensors then.
     """
 
     inside = True
     traffic = True
+    passes = True
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """A torch call on DTensors; ``go()`` carries it out and gives its result."""
@@ -72,8 +74,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 def watchers() -> tuple[Watcher, ...]:
     """The open watchers."""
-    open_watchers: tuple[Watcher, ...] = getattr(_installed(), "watchers", ())
-    return open_watchers
+    return DOOR.watchers
 
 
 def claim(x: torch.Tensor, layout: Layout, what: str) -> None:
@@ -82,25 +83,32 @@ def claim(x: torch.Tensor, layout: Layout, what: str) -> None:
         watcher.claimed(x, layout, what)
 
 
-def _installed() -> Any:
-    return vars(DTensor)["__torch_function__"].__func__
+class Door:
+    """What calls pass on their way into the dispatcher.
+
+    Attributes:
+        watchers: those that are open.
+        show: shows them a call, the last of them first, and has it carried out; None without any.
+    """
+
+    __slots__ = ("show", "watchers")
+
+    def __init__(self) -> None:
+        self.watchers: tuple[Watcher, ...] = ()
+        self.show: Callable[..., Any] | None = None
+
+
+DOOR = Door()
 
 
 def _install(wanted: tuple[Watcher, ...]) -> None:
-    base = getattr(_installed(), "base", _installed())
-    DTensor.__torch_function__ = classmethod(_watched(base, wanted) if wanted else base)  # type: ignore
+    DOOR.watchers, DOOR.show = wanted, _watched if wanted else None
 
 
-def _watched(base: Callable[..., Any], wanted: tuple[Watcher, ...]) -> Callable[..., Any]:
-    def watched(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        go: Go = partial(base, cls, func, types, args, kwargs)
-        for watcher in wanted:
-            go = partial(watcher.around, func, args, kwargs, go)
-        return go()
-
-    watched.base, watched.watchers = base, wanted  # type: ignore[attr-defined]
-    return watched
+def _watched(go: Go, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for watcher in DOOR.watchers:
+        go = partial(watcher.around, func, args, kwargs, go)
+    return go()
 
 
 # ---- which call a node of the backward graph belongs to
@@ -182,13 +190,39 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
-def asks_for_gradients() -> bool:
-    """Whether the program asks for ``p.grad``, whose getter calls what calls this, or has it dropped.
+def asks_for_gradients() -> bool | None:
+    """Whether the program asks for ``p.grad``, whose getter calls what calls this, or sets or drops it.
 
-    What else asks, an optimizer or torch's clipping, is to find what this rank updates.
+    What else asks, an optimizer or torch's clipping, is to find what this rank updates. None: we ask.
     """
     code = sys._getframe(3).f_code
-    return code.co_name == "zero_grad" or not _inside(code.co_filename)
+    if code.co_name == "zero_grad" or not _inside(code.co_filename):
+        return True
+    return None if code.co_filename.startswith(_OURS) else False
+
+
+def called_by_us() -> bool:
+    """Whether the library itself makes the call that a watcher, which calls this, is shown."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _WATCHED:
+        frame = frame.f_back
+    path = "" if frame is None else _below_methods(frame.f_back)
+    return path.startswith(_OURS) and not path.startswith(_MODELS)
+
+
+def asked_by_program() -> bool:
+    """Whether the program asks for a value, by a method of a DTensor."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in _METHODS:
+        frame = frame.f_back
+    return not _inside(_below_methods(frame))
+
+
+def _below_methods(frame: FrameType | None) -> str:
+    """The file of who calls a method of DTensor, or what calls this itself."""
+    while frame is not None and frame.f_code.co_filename in _METHODS:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
 
 
 def tell_of_absent_gradient(mesh: Mesh, level: int = 2) -> None:
@@ -241,6 +275,10 @@ def library_function() -> str:
 
 # what torch puts around its functions
 _AROUND = (contextlib.__file__, typing_extensions.__file__)
+_WATCHED: CodeType = _watched.__code__
+_METHODS = tuple(
+    os.path.join(_OURS, "tensor", f"{name}.py") for name in ("dispatch", "dtensor", "api", "shortcuts")
+)
 _WATCHERS = ("observers", "explain", "sanitize", "compare")
 _BELOW = (
     os.path.join(_OURS, "comm") + os.sep,

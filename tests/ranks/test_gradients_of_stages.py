@@ -19,6 +19,7 @@ from espalier.compat.deepspeed.utils import tensors
 TOLERANCE = 1e-10
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning"),
+    pytest.mark.filterwarnings("ignore:A value is asked for that lies on:espalier.GatherWarning"),
     pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of"),
 ]
 
@@ -149,6 +150,30 @@ def noisy(net: nn.Module) -> Any:
     return torch.zeros(())
 
 
+def by_numbers_of_each(net: nn.Module) -> Any:
+    """Numbers of one parameter each, and of its gradient, which logs and rules want on the host."""
+    told: list[float] = []
+    for p in net.parameters():
+        told += [p.norm().item(), float(p.detach().abs().max()), float(f"{p.mean():.12f}")]
+        told += p.data.flatten()[:2].tolist()
+        if p.grad is None:
+            continue
+        size = p.grad.norm().item()
+        told += [size, p.grad.data.norm(1).cpu().item(), p.grad.numpy().sum()]
+        told.append(bool(torch.isnan(p.grad).any()))
+        told.append((p.grad * torch.arange(p.shape[-1])).sum().item())
+        mean = p.grad.square().mean()
+        told += [mean.double().sqrt().item(), mean.mul_(2).item(), p.grad.contiguous().detach().sum().item()]
+        if size > 0.02:
+            p.grad.mul_(0.02 / size)
+        told += [p.grad.norm().item(), p.grad.view(-1)[-1].item()]
+    nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    told += [g.norm().item() for g in those_of(net)]
+    first = next(p for p in net.parameters() if p.grad is not None)
+    first.grad = first.grad * 2
+    return torch.tensor([*told, first.grad.norm().item()], dtype=torch.float64)
+
+
 CHANGES: tuple[Callable[[nn.Module], Any], ...] = (
     by_sum,
     as_torch_once_did,
@@ -157,6 +182,7 @@ CHANGES: tuple[Callable[[nn.Module], Any], ...] = (
     one_by_one,
     set_anew,
     without_names,
+    by_numbers_of_each,
     noisy,
     not_finite,
 )
@@ -249,7 +275,7 @@ def in_an_optimizer(rank: int, world: int) -> None:
 
 
 def asked_by_some(rank: int, world: int) -> None:
-    """What one rank asks ends at once, or works; nobody waits for the others."""
+    """What one rank asks of its own stage works; of another's it ends when that goes on without."""
     net = Net(False).double()
     plain = copy.deepcopy(net)
     model, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), plan={"pipe": 2})
@@ -257,9 +283,6 @@ def asked_by_some(rank: int, world: int) -> None:
     nn.functional.cross_entropy(model(*inputs), labels).backward()
     if rank == 0:
         assert net.embed.weight.grad.norm().item() > 0
-        for ask in (float, bool, lambda x: x.tolist()):
-            with pytest.raises(ValueError, match=r"are on ranks \[1\](.|\n)*torch.stack of them"):
-                ask(net.head.weight.grad.norm())
     assert net.never.weight.grad is None and net.head.weight.grad.shape == (8, 6)
     assert net.head.weight.grad is net.head.weight.grad
     nn.functional.cross_entropy(plain(*inputs), labels).backward()
@@ -270,12 +293,57 @@ def asked_by_some(rank: int, world: int) -> None:
     right = utils.get_grad_norm(plain.parameters()), utils.get_grad_zeros(plain.parameters())
     assert abs(utils.get_grad_norm(net.parameters()) - right[0]) < TOLERANCE
     assert utils.get_grad_zeros(net.parameters()) == right[1]
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"rank 1 has gone on without asking. All ranks must ask"):
+            net.head.weight.grad.norm().item()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert net.head.weight.grad is not None and net.never.weight.grad is None
     assert sum(p.grad.norm() for p in net.parameters() if p.grad is not None) == 0
     net.zero_grad()
     assert net.head.weight.grad is None and net.embed.weight.grad is None
+
+
+def unlike(rank: int, world: int) -> None:
+    """No rank gets a value that was asked for by another call, or of another tensor."""
+    net = Net(False).double()
+    model, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), plan={"pipe": 2})
+    inputs, labels = batch(0)
+    head, last = net.head.weight, net.blocks[3].weight
+    weights = torch.arange(6.0, dtype=torch.float64)
+    asks: tuple[tuple[Callable[[], Any], Callable[[], Any]], ...] = (
+        (lambda: head.grad.norm(), lambda: last.grad.norm()),
+        (lambda: head.grad.norm(), lambda: head.grad.norm(1)),
+        (lambda: head.grad.norm(), lambda: head.norm()),
+        (lambda: (head.grad * weights).sum(), lambda: (head.grad * (weights + 1)).sum()),
+        (lambda: head.grad.mul_(2.0).norm(), lambda: head.grad.norm()),
+        (lambda: (head.grad.mul_(2.0), head.grad.norm())[1], lambda: head.grad.norm()),
+    )
+    for mine, others in asks:
+        nn.functional.cross_entropy(model(*inputs), labels).backward()
+        if rank == 0:
+            with pytest.raises(ValueError, match="rank 1 has gone on without asking"):
+                mine().item()
+        else:
+            others().item()
+        optimizer.step()
+        optimizer.zero_grad()
+    nn.functional.cross_entropy(model(*inputs), labels).backward()
+    torch.manual_seed(3)
+    drawn = [torch.rand_like(head.grad).norm().item() for _ in range(2)]
+    drawn += [torch.nn.functional.dropout(head.grad).norm().item() for _ in range(2)]
+    assert len(set(drawn)) == 4
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, drawn)
+    assert every[0] == every[1]
+    if rank == 0:
+        # what can't be told apart, and what is large, is asked of the engine
+        much = torch.ones(8, 20, dtype=torch.float64)
+        for ask in (lambda: (head.grad.T @ much).sum().item(), lambda: head.repeat(20, 20).tolist()):
+            with pytest.raises(ValueError, match=r"are on ranks \[1\](.|\n)*engine.full_gradients"):
+                ask()
+        with pytest.raises(ValueError, match=r"are on ranks \[1\]"):
+            head.full_tensor()  # with gradients
 
 
 def in_low_precision(rank: int, world: int) -> None:
@@ -306,10 +374,11 @@ def on_two(rank: int, world: int) -> None:
     trained({"pipe": 2, "accumulate": 2}, True, False)
     in_an_optimizer(rank, world)
     asked_by_some(rank, world)
+    unlike(rank, world)
 
 
 def on_four(rank: int, world: int) -> None:
-    some = by_sum, in_lists, one_by_one, without_names
+    some = by_sum, in_lists, by_numbers_of_each, one_by_one, without_names
     trained({"pipe": 2, "data": 2, "zero": 2}, False, True, some)
     trained({"pipe": 2, "data": 2, "zero": 3, "accumulate": 2}, True, False, some)
     trained({"pipe": 2, "tensor": 2}, True, True, some)

@@ -87,7 +87,8 @@ class SingleRank:
     @staticmethod
     def fits(program: StageProgram, followed: Followed | None) -> bool:
         """Whether nobody looks on who expects DTensors, but for who follows values."""
-        if any(followed is None or w is not followed.watcher for w in watchers()) or recording():
+        others = [w for w in watchers() if followed is None or w is not followed.watcher]
+        if any(w.passes for w in others) or recording():
             return False
         if any(getattr(_every_module, f"_global{name}") for name in _HOOKS):
             return False
