@@ -20,7 +20,7 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
-from espalier.tensor.observers import asks_for_gradients, tell_of_absent_gradient, user_frame
+from espalier.tensor.observers import tell_of_absent_gradient, user_frame, who_asks_for_gradients
 from espalier.torch_private import foreach_norms, raw, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
@@ -123,12 +123,12 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         (name, mesh), here = place, p._layout.mesh
-        by_program = asked or asks_for_gradients()
-        if by_program is not None:
-            self._mesh.asked.sees(own=not by_program)
+        who = "program" if asked else who_asks_for_gradients()
+        if who in ("program", "torch"):
+            self._mesh.asked.sees(own=who == "torch")
         if grad is not None:
             name_value(grad, "gradient", self._number, name)
-        if (here is mesh and here.is_member) or not by_program:
+        if (here is mesh and here.is_member) or who not in ("program", "zero_grad"):
             return grad
         if here.is_member:
             if grad is None or self.is_stepping or not self._is_finished:
@@ -150,7 +150,7 @@ class SeenGradients:
         if (place := self._places.get(id(p))) is None:
             return grad
         here = p._layout.mesh
-        if asks_for_gradients():
+        if who_asks_for_gradients() == "program":
             self._mesh.asked.changed()
         self.are_given = self.are_given or grad is not None
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:

@@ -119,7 +119,8 @@ class Asked(Watcher):
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Note what the results of a call that the program makes are made of."""
-        if self._depth or self._is_own or not any(map(self._lies_in_stage, tensors_in((args, kwargs)))):
+        given = tensors_in((args, kwargs))
+        if self._depth or self._is_own or not any(map(self._lies_in_stage, given)):
             return go()
         if called_by_us():
             return go()
@@ -134,9 +135,11 @@ class Asked(Watcher):
             self._depth -= 1
         if is_written or any(draw in name for draw in _DRAWS):
             self.changed()
-        if is_written and first is not None and type(before := _made_of(first)) is bytes:
-            _note(first, _digest(before, name, self._turn, self._changes))
-        for i, x in enumerate(x for x in leaves([out], DTensor, (torch.Tensor,)) if x is not first):
+        for x in tensors_in(args[0]) if is_written and args else ():
+            if type(before := _made_of(x)) is bytes:
+                _note(x, _digest(before, name, self._turn, self._changes))
+        held = set(map(id, given))
+        for i, x in enumerate(x for x in leaves([out], DTensor, (torch.Tensor,)) if id(x) not in held):
             is_same = name in _SAME or name == x.device.type
             if first is not None and (is_written or (is_same and x.dtype is first.dtype)):
                 _note(x, _made_of(first))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.overrides import handle_torch_function
@@ -376,9 +377,12 @@ class DTensor(torch.Tensor):
         lay = self._layout.own
         asked = None if lay.mesh.within is None else lay.mesh.outermost.asked
         if not lay.mesh.is_member:
-            if asked is None or (self.requires_grad and torch.is_grad_enabled()):
+            if asked is None or grad_placements is not None:
                 raise absent(lay)
-            return asked.ask(self)
+            value: torch.Tensor = asked.ask(self)
+            if self.requires_grad and torch.is_grad_enabled():
+                value.requires_grad_().register_hook(partial(_refuse_gradient, lay))
+            return value
         x = up_to_date(self)
         lay = x._layout.own
         if grad_placements is not None:
@@ -537,10 +541,20 @@ def full_value(x: DTensor) -> torch.Tensor:
     if recorders():
         whole: torch.Tensor = handle_torch_function(full_value, (), x)
         return whole
-    if x._layout.mesh.within is not None and x.requires_grad:
-        with torch.no_grad():
-            return x.full_tensor()
     return x.full_tensor()
+
+
+def _refuse_gradient(layout: Layout, grad: torch.Tensor) -> NoReturn:
+    """Of a value of other ranks: they have its graph.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"backward() reaches a value of {layout!r}, which lies on ranks {list(layout.mesh.ranks)} and is "
+        "plain here: no gradient can go back from this rank. Leave out full_tensor(): calls on the DTensor "
+        "itself give all ranks one graph; or take the value alone, x.detach().full_tensor()."
+    )
 
 
 def _known(layout: Layout) -> Layout:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import CodeType, FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import typing_extensions
@@ -190,15 +190,17 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
-def asks_for_gradients() -> bool | None:
-    """Whether the program asks for ``p.grad``, whose getter calls what calls this, or sets or drops it.
+def who_asks_for_gradients() -> Literal["program", "zero_grad", "torch", "us"]:
+    """Who asks for ``p.grad``, whose getter calls what calls this, or sets it.
 
-    What else asks, an optimizer or torch's clipping, is to find what this rank updates. None: we ask.
+    What else of torch asks than ``zero_grad``, an optimizer or clipping, is to find what this rank updates.
     """
     code = sys._getframe(3).f_code
-    if code.co_name == "zero_grad" or not _inside(code.co_filename):
-        return True
-    return None if code.co_filename.startswith(_OURS) else False
+    if code.co_name == "zero_grad":
+        return "zero_grad"
+    if not _inside(code.co_filename):
+        return "program"
+    return "us" if code.co_filename.startswith(_OURS) else "torch"
 
 
 def called_by_us() -> bool:

@@ -169,6 +169,8 @@ def by_numbers_of_each(net: nn.Module) -> Any:
         told += [p.grad.norm().item(), p.grad.view(-1)[-1].item()]
     nn.utils.clip_grad_norm_(net.parameters(), 0.05)
     told += [g.norm().item() for g in those_of(net)]
+    torch._foreach_mul_(those_of(net), 0.5)
+    told += [g.norm().item() for g in those_of(net)]
     first = next(p for p in net.parameters() if p.grad is not None)
     first.grad = first.grad * 2
     return torch.tensor([*told, first.grad.norm().item()], dtype=torch.float64)
@@ -342,8 +344,13 @@ def unlike(rank: int, world: int) -> None:
         for ask in (lambda: (head.grad.T @ much).sum().item(), lambda: head.repeat(20, 20).tolist()):
             with pytest.raises(ValueError, match=r"are on ranks \[1\](.|\n)*engine.full_gradients"):
                 ask()
-        with pytest.raises(ValueError, match=r"are on ranks \[1\]"):
-            head.full_tensor()  # with gradients
+    value = (head * 1).full_tensor()
+    every = [None] * world
+    torch.distributed.all_gather_object(every, (value.requires_grad, value.tolist()))
+    assert every[0] == every[1] and value.requires_grad
+    if rank == 0:
+        with pytest.raises(ValueError, match="no gradient can go back from this rank"):
+            value.sum().backward()
 
 
 def in_low_precision(rank: int, world: int) -> None:
