@@ -12,7 +12,7 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Number
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from espalier.comm.control import Answers
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
-from espalier.tensor.observers import Go, Watcher, asked_by_program, called_by_us, user_frame, watching
+from espalier.tensor.observers import Go, Watcher, asked_by_program, called_by_program, user_frame, watching
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in
 
@@ -54,7 +54,7 @@ class Asked(Watcher):
         self._turn = self._changes = self._depth = self._engines = self._users = 0
         self._watch: AbstractContextManager[None] | None = None
         self._counts: dict[bytes, int] = {}
-        self._is_used = self._is_own = self._has_warned = False
+        self._is_used = self._sees_own = self._has_warned = False
 
     # ---- when it watches
 
@@ -73,7 +73,7 @@ class Asked(Watcher):
 
     def go_on(self) -> None:
         """Nothing more is told of values as they are now: all ranks come to this."""
-        self._turn, self._changes, self._is_own = self._turn + 1, 0, False
+        self._turn, self._changes, self._sees_own = self._turn + 1, 0, False
         self._counts.clear()
         if self._answers is not None:
             self._answers.go_on(tells=self._is_used)
@@ -112,17 +112,17 @@ class Asked(Watcher):
 
         What that writes to, until the program asks again, other ranks may not.
         """
-        if self._is_own and not own:
-            self._is_own = False
+        if self._sees_own and not own:
+            self._sees_own = False
             self.changed()
-        self._is_own = own
+        self._sees_own = own
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Note what the results of a call that the program makes are made of."""
         given = tensors_in((args, kwargs))
-        if self._depth or self._is_own or not any(map(self._lies_in_stage, given)):
+        if self._depth or self._sees_own or not any(map(self._lies_in_stage, given)):
             return go()
-        if called_by_us():
+        if not called_by_program():
             return go()
         self._is_used = True
         name, first = _name(func), args[0] if args and type(args[0]) is DTensor else None
@@ -133,13 +133,15 @@ class Asked(Watcher):
             out = go()
         finally:
             self._depth -= 1
-        if is_written or any(draw in name for draw in _DRAWS):
+        written = tensors_in(args[0]) if is_written and args else []
+        if (is_written and not (written and all(map(_is_own, written)))) or any(d in name for d in _DRAWS):
             self.changed()
-        for x in tensors_in(args[0]) if is_written and args else ():
+        for x in written:
             if type(before := _made_of(x)) is bytes:
                 _note(x, _digest(before, name, self._turn, self._changes))
         held = set(map(id, given))
         for i, x in enumerate(x for x in leaves([out], DTensor, (torch.Tensor,)) if id(x) not in held):
+            x._has_own_memory = x._layout.own is x._layout and not _shares(x, given)
             is_same = name in _SAME or name == x.device.type
             if first is not None and (is_written or (is_same and x.dtype is first.dtype)):
                 _note(x, _made_of(first))
@@ -212,7 +214,7 @@ class Asked(Watcher):
 
     def _key_asked(self, x: DTensor) -> bytes | None:
         """Under what a value is told that the program asks for now; None if it is not."""
-        if self._watch is None or self._depth or self._is_own:
+        if self._watch is None or self._depth or self._sees_own:
             return None
         is_short = math.prod(x._layout.shape) * x.dtype.itemsize <= _LARGEST
         return self._key(x) if is_short and asked_by_program() else None
@@ -238,6 +240,7 @@ class Asked(Watcher):
 def name_value(x: Named, *name: Any) -> Named:
     """Let values be told by what is read of this tensor, which all ranks know by this name; gives it."""
     _note(x, name)
+    x._has_own_memory = False  # type: ignore[attr-defined]
     return x
 
 
@@ -253,6 +256,18 @@ def _made_of(x: torch.Tensor) -> Any:
 
 def _note(x: torch.Tensor, made_of: Any) -> None:
     x._made_of = made_of  # type: ignore[attr-defined]
+
+
+def _is_own(x: torch.Tensor) -> bool:
+    """Whether nothing that the program knows by name changes when this is written to."""
+    return bool(x.__dict__.get("_has_own_memory"))
+
+
+def _shares(x: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
+    """Whether a result lies in the memory of an argument that has none of its own."""
+    with raw():
+        memory = x.untyped_storage()._cdata
+        return any(not _is_own(y) and y.untyped_storage()._cdata == memory for y in given)
 
 
 def _name(func: Callable[..., Any]) -> str:

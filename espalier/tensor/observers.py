@@ -203,13 +203,18 @@ def who_asks_for_gradients() -> Literal["program", "zero_grad", "torch", "us"]:
     return "us" if code.co_filename.startswith(_OURS) else "torch"
 
 
-def called_by_us() -> bool:
-    """Whether the library itself makes the call that a watcher, which calls this, is shown."""
+def called_by_program() -> bool:
+    """Whether the program makes the call that a watcher, which calls this, is shown.
+
+    The library may, and ``zero_grad``, to as many gradients as a rank has.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _WATCHED:
         frame = frame.f_back
-    path = "" if frame is None else _below_methods(frame.f_back)
-    return path.startswith(_OURS) and not path.startswith(_MODELS)
+    caller = None if frame is None else _below_methods(frame.f_back)
+    if caller is None or caller.co_name == "zero_grad":
+        return False
+    return not caller.co_filename.startswith(_OURS) or caller.co_filename.startswith(_MODELS)
 
 
 def asked_by_program() -> bool:
@@ -217,14 +222,15 @@ def asked_by_program() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename not in _METHODS:
         frame = frame.f_back
-    return not _inside(_below_methods(frame))
+    caller = _below_methods(frame)
+    return caller is not None and not _inside(caller.co_filename)
 
 
-def _below_methods(frame: FrameType | None) -> str:
-    """The file of who calls a method of DTensor, or what calls this itself."""
+def _below_methods(frame: FrameType | None) -> CodeType | None:
+    """What calls a method of DTensor, or calls this itself."""
     while frame is not None and frame.f_code.co_filename in _METHODS:
         frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
+    return None if frame is None else frame.f_code
 
 
 def tell_of_absent_gradient(mesh: Mesh, level: int = 2) -> None:

@@ -306,53 +306,6 @@ def asked_by_some(rank: int, world: int) -> None:
     assert net.head.weight.grad is None and net.embed.weight.grad is None
 
 
-def unlike(rank: int, world: int) -> None:
-    """No rank gets a value that was asked for by another call, or of another tensor."""
-    net = Net(False).double()
-    model, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), plan={"pipe": 2})
-    inputs, labels = batch(0)
-    head, last = net.head.weight, net.blocks[3].weight
-    weights = torch.arange(6.0, dtype=torch.float64)
-    asks: tuple[tuple[Callable[[], Any], Callable[[], Any]], ...] = (
-        (lambda: head.grad.norm(), lambda: last.grad.norm()),
-        (lambda: head.grad.norm(), lambda: head.grad.norm(1)),
-        (lambda: head.grad.norm(), lambda: head.norm()),
-        (lambda: (head.grad * weights).sum(), lambda: (head.grad * (weights + 1)).sum()),
-        (lambda: head.grad.mul_(2.0).norm(), lambda: head.grad.norm()),
-        (lambda: (head.grad.mul_(2.0), head.grad.norm())[1], lambda: head.grad.norm()),
-    )
-    for mine, others in asks:
-        nn.functional.cross_entropy(model(*inputs), labels).backward()
-        if rank == 0:
-            with pytest.raises(ValueError, match="rank 1 has gone on without asking"):
-                mine().item()
-        else:
-            others().item()
-        optimizer.step()
-        optimizer.zero_grad()
-    nn.functional.cross_entropy(model(*inputs), labels).backward()
-    torch.manual_seed(3)
-    drawn = [torch.rand_like(head.grad).norm().item() for _ in range(2)]
-    drawn += [torch.nn.functional.dropout(head.grad).norm().item() for _ in range(2)]
-    assert len(set(drawn)) == 4
-    every: list[Any] = [None] * world
-    torch.distributed.all_gather_object(every, drawn)
-    assert every[0] == every[1]
-    if rank == 0:
-        # what can't be told apart, and what is large, is asked of the engine
-        much = torch.ones(8, 20, dtype=torch.float64)
-        for ask in (lambda: (head.grad.T @ much).sum().item(), lambda: head.repeat(20, 20).tolist()):
-            with pytest.raises(ValueError, match=r"are on ranks \[1\](.|\n)*engine.full_gradients"):
-                ask()
-    value = (head * 1).full_tensor()
-    every = [None] * world
-    torch.distributed.all_gather_object(every, (value.requires_grad, value.tolist()))
-    assert every[0] == every[1] and value.requires_grad
-    if rank == 0:
-        with pytest.raises(ValueError, match="no gradient can go back from this rank"):
-            value.sum().backward()
-
-
 def in_low_precision(rank: int, world: int) -> None:
     """Gradients that are wider or narrower than their parameters, or as these; ranks find them alike."""
     on_host = {"compute": "float16", "loss_scale": {"init_scale": 16.0}}
@@ -381,7 +334,6 @@ def on_two(rank: int, world: int) -> None:
     trained({"pipe": 2, "accumulate": 2}, True, False)
     in_an_optimizer(rank, world)
     asked_by_some(rank, world)
-    unlike(rank, world)
 
 
 def on_four(rank: int, world: int) -> None:
