@@ -71,19 +71,14 @@ class Asked(Watcher):
         if not self._users:
             self._close()
 
-    def go_on(self) -> None:
-        """Nothing more is told of values as they are now: all ranks come to this."""
-        self._turn, self._changes, self._sees_own = self._turn + 1, 0, False
-        self._counts.clear()
-        if self._answers is not None:
-            self._answers.go_on(tells=self._is_used)
-        self._is_used = False
-
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While open, each rank makes calls of its own."""
+        """While open, each rank makes calls of its own. All ranks come to it, and told all that they tell."""
         was_open = self._close()
-        self.go_on()
+        if self._answers is not None:
+            self._answers.go_on(tells=self._is_used)
+        self._turn, self._changes, self._is_used, self._sees_own = self._turn + 1, 0, False, False
+        self._counts.clear()
         try:
             yield
         finally:
@@ -113,16 +108,14 @@ class Asked(Watcher):
         What that writes to, until the program asks again, other ranks may not.
         """
         if self._sees_own and not own:
-            self._sees_own = False
             self.changed()
         self._sees_own = own
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Note what the results of a call that the program makes are made of."""
         given = tensors_in((args, kwargs))
-        if self._depth or self._sees_own or not any(map(self._lies_in_stage, given)):
-            return go()
-        if not called_by_program():
+        is_seen = not self._depth and not self._sees_own and any(map(self._lies_in_stage, given))
+        if not is_seen or not called_by_program():
             return go()
         self._is_used = True
         name, first = _name(func), args[0] if args and type(args[0]) is DTensor else None
