@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.pipeline import ActionKind, Schedule
 from espalier.parallel.pipeline.programs import sendable
-from espalier.parallel.pipeline.record import ModelStandIns, leaves
-from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put
+from espalier.parallel.pipeline.record import leaves
+from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
 from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
@@ -80,7 +80,7 @@ class MicroBatches:
         self._of, self.phase, self._counts = of, phase, counts
         self.losses: dict[int, tuple[torch.Tensor, Number]] = {}
         self._call, self._stages, mesh = of.call, of.stages, of.mesh
-        model = of.call.module if model is None else model
+        self._model = model = of.call.module if model is None else model
         self._parts = [self._typed(part) for part in parts]
         self._inputs = [self._entered(part) for part in self._parts]
         known = [tree_map(zeros_where_unknown, x) if mesh.is_dry else x for x in self._inputs]
@@ -108,9 +108,13 @@ class MicroBatches:
         if rolling and not mesh.is_dry:
             stream_of(mesh)  # agreed on by all at once, not by one stage alone
             self._dice = Dice(mesh, of.stages.places[max(rolling)])
-        self._before: tuple[nn.Module, Snapshot] | None = None
-        if any(split.remembers for split in self._splits) and not mesh.is_dry:
-            self._before = model, ModelStandIns.snapshot(model)
+        self._before: Snapshot | None = None
+        self._writes: Mapping[str, int] = {}
+        if not mesh.is_dry:
+            if any(split.remembers for split in self._splits):
+                self._before = snapshot(model)
+            names = frozenset().union(*(split.writes for split in self._splits))
+            self._writes = {name: of.stages.home(name) for name in sorted(names)}
         if model is not of.call.module:
             self._splits = [split.on(model) for split in self._splits]
 
@@ -133,7 +137,11 @@ class MicroBatches:
         if self._dice is not None:
             self._dice.tell()
         if self._before is not None:
-            self._of.memory.tell(*self._before, self._of.stages.runtime.failure is not None)
+            has_failed = self._of.stages.runtime.failure is not None
+            is_whole = any(isinstance(split, Undivided) for split in self._splits)
+            self._of.memory.tell(self._model, self._before, has_failed, is_whole)
+        if self._writes:
+            self._of.memory.tell_buffers(self._model, self._writes)
 
     def _typed(self, part: Any) -> Any:
         return self._call.batches.typed(part)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -36,7 +37,7 @@ from espalier.parallel.tensor.sequence_parallel import cut_inputs, cut_sequences
 from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
 from espalier.tensor.deferred import make_the_rest_real
-from espalier.tensor.dtensor import DTensor, is_sparse
+from espalier.tensor.dtensor import DTensor, is_sparse, set_by_program
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
@@ -296,20 +297,37 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
     What a module without parameters holds beside them, and moves itself, comes to the device, too.
     """
     home = mesh.within or mesh
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)
         for name, b in module._buffers.items():
-            if b is not None and is_sparse(b) and not mesh.is_dry:
-                whole = gather_objects(b.cpu() if home.rank == 0 else None, home)[0]
-                module._buffers[name] = whole.to(mesh.device())
-            elif b is not None and not is_sparse(b):
-                whole = lay_out(b, Layout.replicated(home, tuple(b.shape)))
-                with raw():
-                    module._buffers[name] = whole.as_subclass(torch.Tensor)
+            if b is not None:
+                if id(b) not in shared:
+                    shared[id(b)] = b, _shared(b, home, mesh)
+                module._buffers[name] = shared[id(b)][1]
     for module in () if mesh.is_dry else model.modules():
         if converts_itself(module) and next(module.parameters(), None) is None:
             module.to(mesh.device())
+
+
+def _shared(b: torch.Tensor, home: Mesh, mesh: Mesh) -> torch.Tensor:
+    """The first rank's values of a buffer: in it, if it is on the device, as others may hold it or a view."""
+    if is_sparse(b):
+        if mesh.is_dry:
+            return b
+        whole = gather_objects(b.cpu() if home.rank == 0 else None, home)[0].to(mesh.device())
+    else:
+        laid_out = lay_out(b, Layout.replicated(home, tuple(b.shape)))
+        with raw():
+            whole = laid_out.as_subclass(torch.Tensor)
+        if type(b) is torch.Tensor and whole.device == b.device and not (b.is_meta or mesh.is_dry):
+            if torch.equal(whole, b):  # not written to, then: it may be a file's
+                return b
+            with suppress(RuntimeError), torch.no_grad():  # elements that share memory, say
+                return b.copy_(whole)
+    vars(whole).update(set_by_program(b))
+    return whole
 
 
 # ---- a model as a pipeline's stages: which rank has what, and what runs it
@@ -484,6 +502,7 @@ class Undivided:
         self.dice, self.remembers, self.written = last, True, None
         self.sets: set[tuple[str, str]] = set()
         self.tensors: set[tuple[str, str]] = set()
+        self.writes: frozenset[str] = frozenset()  # what is written to is found out each time
         self.first: dict[Place, Any] = {}
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last

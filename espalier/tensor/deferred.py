@@ -17,7 +17,7 @@ from espalier.comm import collectives
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.api import lay_out
-from espalier.tensor.dtensor import plain, stamp
+from espalier.tensor.dtensor import become, plain, set_by_program, stamp
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.random import same_position, without_tag
 from espalier.torch_private import TorchDispatchMode
@@ -262,6 +262,8 @@ class Tape:
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay theirs
         self._numbers: dict[int, int] = {}
         self._states: dict[int, torch.Tensor] = {}
+        self._real: dict[int, torch.UntypedStorage] = {}  # by numbers
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the ids of the first, held
 
     @property
     def has_asked(self) -> bool:
@@ -341,6 +343,24 @@ class Tape:
         """A tensor's values, whole, on the CPU; torch's random state is left as it is."""
         at = self.ref(x)
         assert at is not None
+        return self._value(at)
+
+    def made_real(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, of what is recorded no further: what is one tensor, or one memory, is one again."""
+        if id(x) in self._made:
+            return self._made[id(x)][1]
+        at = self.ref(x)
+        assert at is not None
+        if at.storage not in self._real:
+            length = self._storages[at.storage].nbytes() // x.dtype.itemsize
+            flat = self._value(Ref(at.storage, (length,), (1,), 0, x.dtype))
+            self._real[at.storage] = flat.untyped_storage()
+        value = torch.empty(0, dtype=x.dtype).set_(self._real[at.storage], at.offset, at.shape, at.stride)
+        vars(value).update(set_by_program(x))
+        self._made[id(x)] = x, value.requires_grad_(x.requires_grad)
+        return value
+
+    def _value(self, at: Ref) -> torch.Tensor:
         values: list[torch.Tensor] = []
         schedule = ReplayOrder(self.ops, self.sizes(), [(at, lambda y: values.append(y.clone()))])
         before, self.resting = torch.get_rng_state(), True
@@ -574,8 +594,7 @@ def _become(
 ) -> None:
     """Let a parameter without memory be this rank's part of its value: who holds it goes on holding it."""
     local = plain(lay_out(whole, layout, source=None))
-    p.__dict__.pop("_deferred_version", None)
-    torch.utils.swap_tensors(p, nn.Parameter(local, requires_grad=p.requires_grad))
+    become(p, nn.Parameter(local, requires_grad=p.requires_grad))
     stamp(p, layout)._is_param = True
     del whole, local
     then(p)
@@ -600,8 +619,7 @@ def make_parameters_real(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _get_memory(p: nn.Parameter, whole: torch.Tensor) -> None:
-    p.__dict__.pop("_deferred_version", None)
-    torch.utils.swap_tensors(p, nn.Parameter(whole.clone(), requires_grad=p.requires_grad))
+    become(p, nn.Parameter(whole.clone(), requires_grad=p.requires_grad))
 
 
 def make_the_rest_real(module: nn.Module) -> None:
@@ -616,7 +634,7 @@ def make_the_rest_real(module: nn.Module) -> None:
         if not isinstance(x, torch.Tensor) or not x.is_meta or isinstance(x, nn.Parameter):
             return x
         tape: Tape | None = getattr(x.untyped_storage(), "_deferred", None)
-        return x if tape is None else tape.value(x)
+        return x if tape is None else tape.made_real(x)
 
     for name, value in vars(module).items():
         if name not in _OWN and any(x.is_meta for x in tensors_in(value)):
@@ -635,7 +653,7 @@ def make_values_real(table: MutableMapping[str, Any]) -> None:
     for name, x in table.items():
         tape = tape_of(x) if isinstance(x, torch.Tensor) else None
         if tape is not None:
-            table[name] = tape.value(x)
+            table[name] = tape.made_real(x)
 
 
 def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:

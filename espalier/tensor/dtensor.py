@@ -565,6 +565,25 @@ def _known(layout: Layout) -> Layout:
     return layout
 
 
+# what the library notes on tensors, beside what a program does
+_NOTES = frozenset(
+    "_branched _copies _deferred_version _handed_out _has_own_memory _is_param _layout _made_of _mark _moved "
+    "_reduced _saved _seen _shard _source _unfinished".split()
+)
+
+
+def set_by_program(x: torch.Tensor) -> dict[str, Any]:
+    """What a program has set on a tensor (``p.no_decay = True``): it goes to whatever stands for it."""
+    return {name: value for name, value in vars(x).items() if name not in _NOTES}
+
+
+def become(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor be another; who holds it goes on holding it, with what a program has set on it."""
+    own = set_by_program(x)
+    torch.utils.swap_tensors(x, other)
+    vars(x).update(own)
+
+
 # past ``torch.Tensor.__setattr__``, which is Python here: the way of every call and step
 set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
-from espalier.tensor.dtensor import DETACHED
+from espalier.tensor.dtensor import DETACHED, set_by_program
 from espalier.torch_private import disable_modes, lazy_clone, raw
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "espalier", "transformers", "torchvision", "timm"}
@@ -236,7 +236,7 @@ class _Cell:
 
 
 def put_back(x: Any) -> Callable[[], Any] | None:
-    """What brings a container, or a generator of random numbers, to where it is now; None of others."""
+    """What brings a container, an array, or a generator to where it is now; None of others."""
     if isinstance(x, _CONTAINERS):
         copy_of_it = _held(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
         return functools.partial(_refill, x, copy_of_it)
@@ -244,12 +244,24 @@ def put_back(x: Any) -> Callable[[], Any] | None:
         return functools.partial(x.setstate, x.getstate())
     if isinstance(x, torch.Generator):
         return functools.partial(x.set_state, x.get_state())
+    if is_array(x):
+        return functools.partial(_write, x, x.copy())
     if type(x).__module__.startswith("numpy.random"):
         if hasattr(x, "bit_generator"):
             return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
         if hasattr(x, "set_state"):
             return functools.partial(x.set_state, x.get_state())
     return None
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is one of NumPy's arrays."""
+    return type(x).__module__ == "numpy" and type(x).__name__ == "ndarray"
+
+
+def _write(x: Any, before: Any) -> None:
+    if x.flags.writeable:
+        x[...] = before
 
 
 def _held(x: dict[Any, Any]) -> dict[Any, Any]:
@@ -358,6 +370,7 @@ class Apart:
             for x in originals:
                 other = stand(x)
                 if other is not None:
+                    vars(other).update(set_by_program(x))
                     memo[id(x)] = other
                 elif type(x) in (nn.Parameter, torch.Tensor):
                     memo[id(x)] = tensors.held(x)
@@ -463,7 +476,7 @@ class _Tensors(TorchFunctionMode):
         copied = self.of(x).requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             copied = nn.Parameter(copied.detach(), x.requires_grad)
-        copied.__dict__.update(vars(x))
+        vars(copied).update(set_by_program(x))
         self.copies.append(copied)
         return copied
 

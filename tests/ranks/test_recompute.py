@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -473,7 +474,28 @@ class Wrapper(nn.Module):
         return self.net(x) * 2
 
 
+class Counted(nn.Module):
+    """Goes by what its layers have counted in arrays."""
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(192, 192)
+            self.calls = np.zeros(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls[1] += 1
+            return torch.tanh(super().forward(x) / self.calls[1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = self.Layer(), self.Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.first(x.flatten(1))) - x.flatten(1)).square().mean()
+
+
 UNLISTED = {
+    Counted: ["first", "last"],
     Staged: ["down", "middle", "up"],
     Coded: ["encoder", "decoder"],
     Wrapper: ["net.down", "net.middle", "net.up"],

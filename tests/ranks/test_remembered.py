@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,7 +225,42 @@ class Shared(Net):
         vars(self.c)["state"] = vars(self.b)["state"]
 
 
+class Collects(Layer):
+    """Writes to buffers, one of which has a name for a part of it, and to all kinds of containers."""
+
+    load: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("load", torch.zeros(4, 8))
+        self.row = self.load[1]
+        self.counted: Counter[str] = Counter()
+        self.by_name: dict[str, float] = defaultdict(float)
+        self.ordered: OrderedDict[int, int] = OrderedDict()
+        self.last: deque[int] = deque(maxlen=2)
+        self.array = np.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.norm(self.l(x)) + 0.1 * self.row + 0.01 * self.counted["calls"])
+        self.counted["calls"] += 1
+        self.by_name["x"] += 1.5
+        self.ordered[self.counted["calls"]] = len(self.ordered)
+        self.last.append(len(self.ordered))
+        self.array[1] += 0.5
+        if self.training:
+            with torch.no_grad():
+                self.load[self.counted["calls"] % 2].lerp_(out.mean(0), 0.5)
+        return out * (1 + self.by_name["x"] + float(self.array.sum()))
+
+    def collected(self) -> list[Any]:
+        """What is in them."""
+        dicts = [*self.counted.values(), *self.by_name.values(), *self.ordered, *self.ordered.values()]
+        return [*dicts, *self.last, *self.array, self.row]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "collects": lambda: Net(Collects),
     "rebinds": lambda: Net(Rebinds),
     "cell": lambda: Net(Cell),
     "codebook": lambda: Net(Codebook),
@@ -292,8 +328,10 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
     with torch.no_grad():
         out.append(given(batch(51)[0]))
     out += [x for _, x in sorted(given.state_dict().items())]
+    out += list(model.buffers())
     for module in model.modules():
         found = vars(module)
+        out += module.collected() if isinstance(module, Collects) else ()
         out += [found[key] for key in ("calls", "kept", "projection", "mean") if key in found]
         out += found.get("seen", ())
         h = found.get("h")

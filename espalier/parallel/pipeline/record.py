@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
-from espalier.tensor.traces import ABSENT, Apart, apart, put_back
+from espalier.tensor.traces import ABSENT, Apart, apart, is_array, put_back
 from espalier.torch_private import DispatchMode, FakeTensor, FakeTensorMode, raw
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
@@ -581,6 +582,7 @@ _BESIDE = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 _HELD = ("_parameters", "_buffers", "_modules")
+DICTS = (dict, OrderedDict, defaultdict, Counter)  # what modules may remember things in
 
 
 class ModelStandIns:
@@ -700,15 +702,17 @@ def _remembered(m: nn.Module) -> dict[str, Any]:
 def _marked(x: Any) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
         return x, 0 if x.is_inference() else x._version
-    if type(x) in (list, tuple):
-        return type(x)(map(_marked, x))
-    return {k: _marked(y) for k, y in x.items()} if type(x) is dict else x
+    if type(x) in (list, tuple, deque):
+        return [*map(_marked, x)]
+    if is_array(x):
+        return x.dtype, x.shape, x.tobytes()
+    return {k: _marked(y) for k, y in x.items()} if type(x) in DICTS else x
 
 
 def attributes_of(m: nn.Module) -> dict[str, Any]:
     """The attributes of a module that it or others may set."""
     attributes = {k: x for k, x in vars(m).items() if k not in (*_HELD, *HOOKS, *_BESIDE)}
-    return {k: type(x)(x) if type(x) in (list, dict, set) else x for k, x in attributes.items()}
+    return {k: copy.copy(x) if type(x) in (list, set, deque, *DICTS) else x for k, x in attributes.items()}
 
 
 def equal(a: Any, b: Any) -> bool:

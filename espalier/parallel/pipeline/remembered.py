@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +22,18 @@ from torch import nn
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import ModelStandIns
+from espalier.parallel.pipeline.record import DICTS, ModelStandIns
 from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
+from espalier.tensor.loans import written_mark
 from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import is_array
 
 _TOLD = (
     torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device,
 )  # fmt: skip
-_CONTAINERS = (list, tuple, dict, set, deque)
+_CONTAINERS = (list, tuple, set, deque, *DICTS)
 _SMALL = 1 << 16  # bytes of a tensor that shares a message with others
 _MUCH = 1 << 25  # bytes of a pass that are told of
 
@@ -61,7 +63,17 @@ class _Sent:
         return prod(self.shape) * self.dtype.itemsize
 
 
-Snapshot = Mapping[str, Mapping[str, Any]]
+class Snapshot(NamedTuple):
+    """What modules remember as a pass begins: what their attributes and buffers are, and buffers' marks."""
+
+    remembered: Mapping[str, Mapping[str, Any]]
+    marks: Mapping[str, Any]
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """What the modules of a model remember now."""
+    marks = {name: written_mark(b) for name, b in model.named_buffers()}
+    return Snapshot(ModelStandIns.snapshot(model), marks)
 
 
 class Memory:
@@ -95,15 +107,18 @@ class Memory:
         finally:
             self._is_kept = before
 
-    def tell(self, model: nn.Module, before: Snapshot, has_failed: bool) -> None:
+    def tell(self, model: nn.Module, before: Snapshot, has_failed: bool, is_whole: bool) -> None:
         """After a pass: all ranks come here.
 
         Args:
             before: of the model, when the pass began.
             has_failed: whether this rank has: then nobody tells anything.
+            is_whole: whether one rank has computed all, and nobody knows to which buffers it was to write.
         """
         here = self._mesh.coordinate[self._axis]
         found = {} if has_failed else _found(model, before)
+        if is_whole and not has_failed:
+            found |= _written(model, before)
         if not self._hears({place: self._form(x) for place, x in found.items()}, has_failed):
             return
         told = [{place: pickle.loads(form) for place, form in said.items()} for said in self._said]
@@ -127,6 +142,23 @@ class Memory:
                 # a part of a tensor on each rank of a stage is the whole one from now on
                 if i != here or (self._is_kept and _leaves(found[place], DTensor)):
                     put(modules[place.module], place.key, value, place.is_buffer)
+
+    def tell_buffers(self, model: nn.Module, homes: Mapping[str, int]) -> None:
+        """After a pass: buffers that stages have written to get these values on all ranks, which come here.
+
+        Args:
+            homes: of each, by name, the coordinate along the axis that has written to it.
+        """
+        if not self._is_kept:
+            return
+        here, buffers = self._mesh.coordinate[self._axis], dict(model.named_buffers())
+        for home in sorted(set(homes.values())):
+            of_home = [x for name, x in buffers.items() if homes.get(name) == home and _travels(x)]
+            like = [self._sent(x) for x in of_home]
+            came = self._passed(home, like, of_home if here == home else None)
+            for x, value in zip(of_home, came, strict=True) if here != home else ():
+                with torch.no_grad():
+                    x.copy_(value)
 
     def _hears(self, forms: dict[Place, bytes], has_failed: bool) -> bool:
         """Know what each rank along the axis has set; whether all is well on all ranks of the mesh."""
@@ -154,9 +186,12 @@ class Memory:
                 return x
             if not _travels(x):
                 return x.detach().cpu()
-            return _Sent(tuple(x.shape), x.dtype, x.device.type != self._mesh.device_type)
+            return self._sent(x)
 
         return pickle.dumps(_each(form, value))
+
+    def _sent(self, x: torch.Tensor) -> _Sent:
+        return _Sent(tuple(x.shape), x.dtype, x.device.type != self._mesh.device_type)
 
     def _made(self, came: Iterator[torch.Tensor], x: Any) -> Any:
         if type(x) is _Sent:
@@ -226,13 +261,20 @@ class Memory:
 def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     """What the modules of this rank have set since, and may be told."""
     modules, found = dict(model.named_modules()), {}
-    for name, keys in ModelStandIns.changes(model, before).items():
+    for name, keys in ModelStandIns.changes(model, before.remembered).items():
         module = modules[name]
         for key in () if is_of_torch(module) else keys:
             value = value_at(model, name, key)
             if may_be_told(value):
                 found[Place(name, key, key in module._buffers)] = value
     return found
+
+
+def _written(model: nn.Module, before: Snapshot) -> dict[Place, torch.Tensor]:
+    """The buffers of modules that have written to one: to running means torch writes and does not say so."""
+    buffers = [(*name.rpartition(".")[::2], name, b) for name, b in model.named_buffers()]
+    owners = {owner for owner, _, name, b in buffers if before.marks.get(name) != written_mark(b)}
+    return {Place(owner, key, True): b for owner, key, _, b in buffers if owner in owners}
 
 
 def value_at(model: nn.Module, name: str, key: str) -> Any:
@@ -248,7 +290,9 @@ def put(module: nn.Module, key: str, value: Any, is_buffer: bool = False) -> Non
         table.pop(key, None)
         return
     was: Any = table.get(key)
-    if type(was) is type(value) and isinstance(value, list | dict | set | deque):
+    if is_array(was) and is_array(value) and was.shape == value.shape and was.flags.writeable:
+        was[...] = value
+    elif type(was) is type(value) and isinstance(value, list | dict | set | deque):
         was.clear()  # others may hold it
         (was.extend if isinstance(value, list | deque) else was.update)(value)
     else:
@@ -261,7 +305,7 @@ def copied(value: Any) -> Any:
     def other(x: Any) -> Any:
         if type(x) is DTensor:
             return torch.empty(x.shape, dtype=x.dtype, device="meta")
-        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x.copy() if is_array(x) else x
 
     return _each(other, value)
 
@@ -270,6 +314,8 @@ def form_of(value: Any) -> Hashable:
     """What of a value may tell a forward to go another way than the last time: that it is there, say."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
+    if is_array(value):
+        return value.shape, value.dtype.str
     if type(value) is tuple:
         return tuple(map(form_of, value))
     if isinstance(value, str | type(None)):
@@ -279,16 +325,17 @@ def form_of(value: Any) -> Hashable:
 
 def _each(fn: Callable[[Any], Any], x: Any) -> Any:
     """``fn`` on what is in containers that are told; of sets, which hold no tensors, on the set."""
-    if type(x) is dict:
-        return {key: _each(fn, y) for key, y in x.items()}
+    if isinstance(x, dict):
+        values = {key: _each(fn, y) for key, y in x.items()}
+        return defaultdict(x.default_factory, values) if type(x) is defaultdict else type(x)(values)
     if type(x) is deque:
         return deque([_each(fn, y) for y in x], x.maxlen)
     return type(x)([_each(fn, y) for y in x]) if type(x) in (list, tuple) else fn(x)
 
 
 def _leaves(x: Any, kind: type) -> list[Any]:
-    if type(x) in (list, tuple, dict, deque):
-        return [leaf for y in (x.values() if type(x) is dict else x) for leaf in _leaves(y, kind)]
+    if type(x) in (list, tuple, deque, *DICTS):
+        return [leaf for y in (x.values() if isinstance(x, dict) else x) for leaf in _leaves(y, kind)]
     return [x] if isinstance(x, kind) else []
 
 
@@ -314,6 +361,10 @@ def may_be_told(x: Any) -> bool:
         return False
     if type(x) is set:
         return all(may_be_told(y) and not isinstance(y, torch.Tensor) for y in x)
+    if is_array(x):
+        return not x.dtype.hasobject
+    if type(x) is defaultdict and not isinstance(x.default_factory, type | None):
+        return False  # a function: others have no name for it
     if type(x) in _CONTAINERS:
         return all(map(may_be_told, [*x.keys(), *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, (*_TOLD, _Gone))

@@ -184,6 +184,7 @@ class Split:
         remembers: whether modules set attributes or buffers.
         sets: the attributes that they set, by module's name and their own.
         tensors: those of them that they set to tensors.
+        writes: the buffers that they write to, by name.
         first: what the first forward of divided modules sets, and no later one, and where.
     """
 
@@ -197,6 +198,7 @@ class Split:
         ]
         self.dice, self.remembers = divided.dice, traced.remembers
         self.sets, self.tensors = traced.sets, traced.tensors
+        self.writes = frozenset(traced.written & dict(family.model.named_buffers()).keys())
         self.first = {place: x for place, x in traced.first.items() if place.module in divided.repeated}
         self.segments, self.whole = family.segments, tuple(family.whole.values())
 
