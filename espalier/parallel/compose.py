@@ -321,7 +321,8 @@ def _shared(b: torch.Tensor, home: Mesh, mesh: Mesh) -> torch.Tensor:
         laid_out = lay_out(b, Layout.replicated(home, tuple(b.shape)))
         with raw():
             whole = laid_out.as_subclass(torch.Tensor)
-        if type(b) is torch.Tensor and whole.device == b.device and not (b.is_meta or mesh.is_dry):
+        is_usual = type(b) is torch.Tensor and b.is_leaf and not (b.is_meta or b.is_inference())
+        if is_usual and whole.device == b.device and not mesh.is_dry:
             if torch.equal(whole, b):  # not written to, then: it may be a file's
                 return b
             with suppress(RuntimeError), torch.no_grad():  # elements that share memory, say

@@ -495,7 +495,6 @@ class Counted(nn.Module):
 
 
 UNLISTED = {
-    Counted: ["first", "last"],
     Staged: ["down", "middle", "up"],
     Coded: ["encoder", "decoder"],
     Wrapper: ["net.down", "net.middle", "net.up"],
@@ -504,7 +503,7 @@ UNLISTED = {
 
 def unlisted(rank: int, world: int, plan: dict[str, Any]) -> list[Any]:
     found = []
-    for kind in UNLISTED:
+    for kind in (*UNLISTED, Counted):
         torch.manual_seed(0)
         net = kind().double()
         engine = espalier.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), plan)
