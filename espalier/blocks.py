@@ -11,8 +11,6 @@ from torch import nn
 
 Call = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-# where a module keeps its hooks
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 

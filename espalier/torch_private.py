@@ -2,9 +2,9 @@
 
 All were seen in torch 2.11 to 2.13. Where one is gone, the import of this file says so by name; those that
 can be done without are None then, and whoever uses them has another way. Another version of torch is tried
-here first, then by the tests (``make lint test TORCH=2.11.0``). Not here: private attributes of objects (a
-module's ``_parameters``, an optimizer's hooks), and operators of ``torch.ops``. ``tools/private.py``, which
-``make lint`` runs, finds any other.
+here first, then by the tests (``make lint test TORCH=2.11.0``). So are private attributes of torch's objects:
+an object that lacks one says so when it is asked. Not here: operators of ``torch.ops``. ``tools/private.py``,
+which ``make lint`` runs, finds any other.
 """
 
 # ruff: noqa: F401
@@ -15,8 +15,9 @@ import functools
 import importlib
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -123,7 +124,7 @@ set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", N
 
 
 def _memory_uses(x: torch.Tensor) -> int:
-    uses: int = _storage_uses(x.untyped_storage()._cdata)
+    uses: int = _storage_uses(memory_id(x))
     return uses
 
 
@@ -138,17 +139,6 @@ def takes_tangents() -> bool:
 def has_hooks_of_all_steps() -> bool:
     """Whether hooks run around the step of any optimizer."""
     return bool(optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks)
-
-
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What a tensor is a view of."""
-    return x._base
-
-
-def detached_here(x: torch.Tensor) -> torch.Tensor:
-    """``x.detach()`` in a dispatch mode: its version counts what is written to ``x``, too."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return x.detach()
 
 
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
@@ -174,13 +164,6 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def go_at_once(x: torch.Tensor) -> None:
-    """Let a backward pass do what made a tensor as soon as it can, as it does the end at a parameter."""
-    move: Any = getattr(x.grad_fn, "_set_sequence_nr", None)
-    if move is not None:
-        move(2**64 - 1)
-
-
 def getter(name: str) -> Callable[[torch.Tensor], Any]:
     """An attribute of tensors, read by C alone: to be called where torch functions are not intercepted."""
     read: Callable[[torch.Tensor], Any] = vars(_of_tensors)[name].__get__
@@ -202,6 +185,280 @@ def method(name: str) -> Callable[..., Any]:
 def tensor_attributes() -> dict[str, Any]:
     """All that tensors have from C, by name."""
     return dict(vars(_of_tensors))
+
+
+# ---- private attributes of tensors and of their memory
+
+
+def memory_id(x: torch.Tensor | torch.UntypedStorage) -> int:
+    """A number of the memory that a tensor lies in, which all that lie there share while one lives.
+
+    Also where it has no address.
+    """
+    storage = x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()
+    return storage._cdata
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor was written to; -1: it is an inference tensor, of which that is not known."""
+    return -1 if x.is_inference() else x._version
+
+
+read_version: Callable[[torch.Tensor], int] = getter("_version")  # the same by C alone, of none for inference
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of."""
+    return x._base
+
+
+def is_a_view(x: torch.Tensor) -> bool:
+    """Whether it is one of another tensor, in autograd's eyes."""
+    return x._is_view()
+
+
+def is_all_zero(x: torch.Tensor) -> bool:
+    """Whether it is one of zeros that has no memory, as the gradient of ``torch.sgn`` is."""
+    return x._is_zerotensor()
+
+
+def sparse_values(x: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse tensor, in its own memory, also if a place has several."""
+    return x._values()
+
+
+def place_in_checkpoint(x: torch.Tensor) -> int:
+    """Where the values of a tensor that was loaded without them stand in its file."""
+    storage: Any = x.untyped_storage()
+    return int(storage._checkpoint_offset or 0)
+
+
+def detached_here(x: torch.Tensor) -> torch.Tensor:
+    """``x.detach()`` in a dispatch mode: its version counts what is written to ``x``, too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+TYPED_STORAGE = "_typed_storage"  # a method: ``storage()`` without a warning
+ASIDE = ("_is_view", "_has_compatible_shallow_copy_type")  # methods that ask about memory, not about values
+
+# ---- those of autograd's nodes, and hooks on gradients
+
+
+def gradient_hooks(x: torch.Tensor) -> dict[int, Any]:
+    """What is called with a tensor's gradient before it is kept."""
+    return x._backward_hooks or {}
+
+
+def hooks_after_gradient(x: torch.Tensor) -> dict[int, Any]:
+    """What is called when a parameter's gradient has been kept."""
+    hooks: dict[int, Any] | None = getattr(x, "_post_accumulate_grad_hooks", None)
+    return hooks or {}
+
+
+def forget_hooks_after_gradient(x: torch.Tensor) -> None:
+    """Let nothing be called then; who holds the hooks may register them again."""
+    setattr(x, "_post_accumulate_grad_hooks", OrderedDict())  # noqa: B010 (unknown to the stubs)
+
+
+LEAF_NUMBER = 2**64 - 1  # of all nodes at which a backward pass ends, in parameters
+
+
+def go_at_once(x: torch.Tensor) -> None:
+    """Let a backward pass do what made a tensor as soon as it can, as it does the end at a parameter."""
+    move: Any = getattr(x.grad_fn, "_set_sequence_nr", None)
+    if move is not None:
+        move(LEAF_NUMBER)
+
+
+def node_number(node: Any) -> int:
+    """Which one of this thread's it was to be made."""
+    number: int = node._sequence_nr() if hasattr(node, "_sequence_nr") else LEAF_NUMBER
+    return number
+
+
+def function_of(node: Any) -> Any:
+    """The ``torch.autograd.Function`` that a node is of; None: it is of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+# ---- those of modules, by which they are found in ``vars(module)``
+
+TABLES = PARAMETERS, BUFFERS, MODULES = ("_parameters", "_buffers", "_modules")
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+COMPILED_CALL = "_compiled_call_impl"  # what ``module.compile()`` has put in the place of its call
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, to be changed, too."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """The same of its buffers."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, Any]:
+    """The same of the modules that it holds."""
+    return module._modules
+
+
+def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What is called before a module's forward, and after it."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def forget_backward_hooks(module: torch.nn.Module) -> None:
+    """Let nothing be called before and after a module's backward."""
+    module._backward_pre_hooks, module._backward_hooks = OrderedDict(), OrderedDict()
+
+
+def hooks_of_all_modules(names: Iterable[str]) -> list[dict[int, Any]]:
+    """What is called for every module where it calls its own of these ``HOOKS``."""
+    return [getattr(torch.nn.modules.module, f"_global{name}", {}) for name in names]
+
+
+def flat_weights(recurrent: Any) -> list[torch.Tensor | None]:
+    """The weights of a recurrent module, as its kernels take them."""
+    weights: list[torch.Tensor | None] = recurrent._flat_weights
+    return weights
+
+
+def watch_flat_weights(recurrent: Any, on: bool) -> None:
+    """Let it see, by weak references, when they are exchanged for others; torch exchanges none then."""
+    weights = flat_weights(recurrent) if on else ()
+    recurrent._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+
+
+def compile_call(module: torch.nn.Module, compiled: Callable[[Callable[..., Any]], Any]) -> None:
+    """Call what ``compiled`` makes of a module's call, hooks and all, in its place."""
+    module._compiled_call_impl = compiled(module._call_impl)
+
+
+def call_as_written(module: torch.nn.Module) -> bool:
+    """Let a module that ``torch.compile`` compiles run uncompiled, in place; gives whether it is one."""
+    # not imported, which takes long: without it there are none
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    if isinstance(module, dynamo.OptimizedModule):
+        vars(module)["forward"] = module._orig_mod.__call__
+        return True
+    if hasattr(vars(module).get(COMPILED_CALL), "_torchdynamo_orig_callable"):
+        vars(module)[COMPILED_CALL] = None
+        return True
+    return False
+
+
+# ---- those of optimizers, schedules and samplers
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run around an optimizer's step, but for those of all."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def keeps_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may have hooks: ``torch.optim.Optimizer`` has made it, or restored it."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let none run around its step."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+@contextmanager
+def without_step_hooks(parts: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """While open, no hooks run around the steps of these optimizers, nor those of all."""
+    homes = [
+        *((optimizers, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")),
+        *((part, f"_optimizer_step_{when}_hooks") for part in parts for when in ("pre", "post")),
+    ]
+    kept = [(home, name, getattr(home, name)) for home, name in homes]
+    for home, name in homes:
+        setattr(home, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for home, name, hooks in kept:
+            setattr(home, name, hooks)
+
+
+def steps_of(schedule: Any) -> int:
+    """How many steps a schedule of learning rates has taken, with the one at its beginning."""
+    steps: int = schedule._step_count
+    return steps
+
+
+def set_last_rates(schedule: torch.optim.lr_scheduler.LRScheduler, rates: list[Any]) -> None:
+    """What its ``get_last_lr()`` says from now on."""
+    schedule._last_lr = rates
+
+
+def draws_all(sampler: Any) -> bool:
+    """Whether a ``RandomSampler`` was asked for no certain number of samples, so that it draws each once."""
+    return sampler._num_samples is None
+
+
+# ---- those of operators, and of libraries of them
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator says of its arguments and of what it gives."""
+    return operator._schema
+
+
+def can_decompose(operator: Any) -> bool:
+    """Whether torch itself does it by others."""
+    does: bool = operator._can_decompose()
+    return does
+
+
+def forget_library(library: Any) -> None:
+    """Take back what a ``torch.library.Library`` has registered."""
+    library._destroy()
+
+
+JVP, VJP = "_jvp_with_argnums", "_vjp_with_argnums"  # of ``functorch_transforms``: torch.func.jvp and .vjp
+
+# ---- those of process groups and meshes
+
+
+def backend_for(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """What carries a group's tensors of a device."""
+    return group._get_backend(device)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """How long its collectives may wait."""
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The ``DeviceMesh`` that one is a slice of; itself if it is none."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def forget_groups(mesh: Any) -> None:
+    """Let go of the process groups that a ``DeviceMesh`` and its slices hold."""
+    vars(root_mesh(mesh)).get("_pg_registry", {}).clear()
+
+
+def strided_shard() -> Any:
+    """torch's word for a dim that a later axis of the mesh cuts first; None: it has none."""
+    from torch.distributed.tensor import placement_types
+
+    return getattr(placement_types, "_StridedShard", None)
+
+
+# ---- process groups of the running world
 
 
 def set_group_timeout(timeout: timedelta) -> None:

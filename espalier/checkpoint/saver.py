@@ -31,6 +31,7 @@ from espalier.files import write_file
 from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
+from espalier.torch_private import version_of
 
 
 class Saver:
@@ -258,7 +259,7 @@ class SaveWork:
         if staging is not None:
             self._pieces, self._later = staging.begin(own_boxes)
         # one that is gathered for its uses counts down while it is, and never up but by a change
-        self._versions = [(piece, piece.values._version) for _, piece in self._later]
+        self._versions = [(piece, version_of(piece.values)) for _, piece in self._later]
         self._changed = ""
         self._lock, self._error = threading.Lock(), error
         self._file: TensorFile | None = None
@@ -328,7 +329,7 @@ class SaveWork:
         """See that nobody has written to what was to be copied; once, before an update does."""
         with self._lock:
             versions, self._versions = self._versions, []
-            changed = [piece.name for piece, version in versions if piece.values._version > version]
+            changed = [piece.name for piece, version in versions if version_of(piece.values) > version]
             self._changed = self._changed or ", ".join(changed[:3])
 
     def _write(self) -> None:

@@ -33,7 +33,7 @@ from espalier.checkpoint.tensor_file import CENTRAL, TensorFile
 from espalier.files import bytes_of, write_file
 from espalier.layout.layout import Box
 from espalier.tensor.random import without_tag
-from espalier.torch_private import FakeTensorMode
+from espalier.torch_private import FakeTensorMode, place_in_checkpoint
 
 Read = Callable[[str, Box], torch.Tensor]
 Write = Callable[[str, int, Box, torch.Tensor], None]
@@ -179,7 +179,7 @@ class FileSink(Target):
         self._sums[path] = {}
         for name, x in flat(laid):
             if isinstance(x, torch.Tensor):
-                offset = int(x.untyped_storage()._checkpoint_offset or 0)
+                offset = place_in_checkpoint(x)
                 self._places[name] = path, offset
                 self._sums[path][offset] = 0
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
-from espalier.torch_private import neg_view
+from espalier.torch_private import is_all_zero, memory_id, neg_view
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Summing:
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two rows of equal length are the same memory."""
-    is_shared = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    is_shared = memory_id(x) == memory_id(y)
     return is_shared and x.storage_offset() == y.storage_offset()
 
 
@@ -336,7 +336,7 @@ def as_wire(x: torch.Tensor) -> torch.Tensor:
 
 def as_it_lies(x: torch.Tensor) -> torch.Tensor:
     """``x``, contiguous, in memory, with no conjugation or sign that is still to come."""
-    if x._is_zerotensor():  # a gradient of sgn: all zero, and nowhere
+    if is_all_zero(x):  # a gradient of sgn: all zero, and nowhere
         return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous().resolve_conj().resolve_neg()
 

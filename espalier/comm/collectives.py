@@ -27,6 +27,7 @@ from espalier.device import is_accelerator
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.process import first_line
+from espalier.torch_private import backend_for, timeout_of
 
 _DRY: Final = Dry()
 _NCCL: Final = Nccl()
@@ -50,12 +51,12 @@ def _among(mesh: Mesh, axis: int) -> Backend:
     """What carries an axis' tensors of the CPU."""
     group = mesh.group(axis) if axis >= 0 else mesh.whole_group()
     ranks = mesh.along(axis) if axis >= 0 else list(mesh.ranks)
-    backend: Any = group._get_backend(torch.device("cpu"))
+    backend: Any = backend_for(group, torch.device("cpu"))
     host = Host.here()
     homes = host.homes(ranks) if is_gloo(backend) else []
     if len(homes) in (0, len(ranks)):  # none shares memory with another
         return Gloo(host.elsewhere(ranks), len(ranks))
-    here, limit = ranks.index(mesh.world_rank), backend.options._timeout.total_seconds()
+    here, limit = ranks.index(mesh.world_rank), timeout_of(backend).total_seconds()
     if len(homes) == 1:
         return Shared(host, ranks, here, group.group_name, limit)
     places = [dist.get_group_rank(group, rank) for rank in ranks]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from espalier.comm.backend import C10d, Summing, Work, all_reduced, as_it_lies, as_wire, sent_from, summable
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
+from espalier.torch_private import backend_for
 
 _Gloo: Any = getattr(dist, "ProcessGroupGloo", ())
 # a tag says of which collective a message is, and its bytes: where ranks differ in what they call they wait
@@ -123,7 +124,7 @@ class Gloo(C10d):
 
     def sum_whole(self, x: torch.Tensor, mesh: Mesh, axis: int, *, beside: bool) -> Work[Any]:
         group, n = mesh.whole_group(), mesh.size()
-        backend = group._get_backend(x.device)
+        backend = backend_for(group, x.device)
         if beside or n > _FEW or x.nbytes > _LITTLE or not is_gloo(backend):
             return super().sum_whole(x, mesh, axis, beside=beside)
         # all ranks add in the same order

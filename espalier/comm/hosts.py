@@ -21,6 +21,7 @@ from espalier.comm.shared import Shared
 from espalier.comm.shared_memory import COURIER, Expected, Host
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
+from espalier.torch_private import backend_for
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class Hosts(Gloo):
         at = self._at
         gets = [gives[at] if i == at else gives[at].new_empty(n) for i, n in enumerate(sizes)]
         group = mesh.group(axis) if axis >= 0 else mesh.whole_group()
-        backend = group._get_backend(gives[at].device)
+        backend = backend_for(group, gives[at].device)
         exchange_among("hosts", gives, gets, backend, at, self._firsts).wait()
         return gets
 

@@ -13,6 +13,7 @@ from espalier.comm.backend import C10d, Summing, Work, as_it_lies, as_wire, pad_
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import group_among
+from espalier.torch_private import backend_for
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class Nccl(C10d):
         if axis in mesh.lanes:
             return
         here, ranks, device = mesh.coordinate[axis], mesh.along(axis), mesh.device()
-        up, down = (group_among(ranks)._get_backend(device) for _ in range(2))
+        up, down = (backend_for(group_among(ranks), device) for _ in range(2))
         mesh.lanes[axis] = up, down
         # NCCL joins two ranks as they first meet, which holds up both: now, in an order that all keep
         word = torch.zeros(1, device=device)

@@ -41,6 +41,7 @@ from espalier.parallel import Plan
 from espalier.tensor import DTensor
 from espalier.tensor.meshes import everywhere
 from espalier.texts import refuse
+from espalier.torch_private import steps_of
 from espalier.trees import tree_map
 
 _LOW: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
@@ -92,7 +93,7 @@ class _Schedule(AcceleratedScheduler):
         """Once for each rank that reads rows, when the optimizer has stepped."""
         for i in range(self.readers if self.gradient_state.sync_gradients else 1):
             total = getattr(self.scheduler, "total_steps", None)
-            if i and total is not None and self.scheduler._step_count > total:
+            if i and total is not None and steps_of(self.scheduler) > total:
                 return
             super().step(*args, **kwargs)
 

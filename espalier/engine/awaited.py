@@ -25,7 +25,7 @@ from espalier.engine.accumulation import OfAll
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tree_map
 
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
@@ -329,10 +329,10 @@ class Awaited:
             return False
         step = [list(self._step.args), dict(self._step.kwargs)]
         made_of = [x._shapes() for x in leaves(step, Awaited, _SOUGHT_AWAITED)]
-        own = shapes.untyped_storage()._cdata
+        own = memory_id(shapes)
         every = leaves(made_of, torch.Tensor, (torch.Tensor,))
         is_known = all(x is not _UNKNOWN for x in made_of)
-        return is_known and all(x.untyped_storage()._cdata != own for x in every)
+        return is_known and all(memory_id(x) != own for x in every)
 
     __hash__ = object.__hash__
 

@@ -35,7 +35,7 @@ from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dry_runs import Dice, States, draw_again, equal, restore, states
 from espalier.tensor.observers import user_frame, watching
 from espalier.tensor.random import stream_of
-from espalier.torch_private import raw
+from espalier.torch_private import gradient_hooks, hooks_after_gradient, raw
 from espalier.trees import tree_map
 
 
@@ -307,7 +307,7 @@ def _warn_of_draws(stage: int) -> None:
 def _is_hooked(program: StageProgram) -> bool:
     """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
     with raw():
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
+        return any(gradient_hooks(p) or hooks_after_gradient(p) for p in program.parameters())
 
 
 def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:

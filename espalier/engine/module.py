@@ -17,7 +17,7 @@ from espalier.engine.start import initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders
-from espalier.torch_private import as_written, open_transform
+from espalier.torch_private import MODULES, as_written, draws_all, open_transform
 
 
 class EngineModule(nn.Module):
@@ -168,7 +168,7 @@ class PreparedModule(EngineModule):
         return super().__new__(kind)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._is_own or "module" not in self.__dict__.get("_modules", {}):
+        if name in self._is_own or "module" not in self.__dict__.get(MODULES, {}):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -283,7 +283,7 @@ def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
         _check_sampler(engine, sampler)
         return Prepared(loader, engine.local_batch)
     whole = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
+        isinstance(sampler, RandomSampler) and not sampler.replacement and draws_all(sampler)
     )
     if not whole or loader.batch_size is None:
         return loader

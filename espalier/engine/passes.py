@@ -40,7 +40,7 @@ from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
-from espalier.torch_private import after_backward, current_graph_task_id, raw
+from espalier.torch_private import after_backward, current_graph_task_id, is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
@@ -497,7 +497,7 @@ class Direct(Passes):
             elif rows == "whole" and isinstance(x, DTensor):
                 x = x.full_tensor(grad_placements=[Replicate()] * x.device_mesh.ndim)
             if isinstance(x, torch.Tensor) and x.requires_grad:
-                if type(x) is torch.Tensor and x._is_view():
+                if type(x) is torch.Tensor and is_a_view(x):
                     x = x.clone()  # a program that writes to a view would take the hook away
                 with raw():
                     x.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))

@@ -37,7 +37,14 @@ from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.saved import Outer, outer_hooks
 from espalier.tensor.ways import Ways
 from espalier.texts import similar
-from espalier.torch_private import function_mode_stack, open_transform, raw
+from espalier.torch_private import (
+    function_mode_stack,
+    memory_id,
+    open_transform,
+    own_parameters,
+    raw,
+    version_of,
+)
 from espalier.trees import tensors_in, tree_map
 
 
@@ -215,7 +222,7 @@ class _Written:
         if not self._modules:
             self._modules = reached(block)
             self._places = places(self._modules)
-        sizes = [n for m in self._modules for n in (len(vars(m)), len(m._parameters))]
+        sizes = [n for m in self._modules for n in (len(vars(m)), len(own_parameters(m)))]
         if sizes != self._sizes:
             self._slots, self._sizes = slots(self._modules), sizes
         modes = tuple(m.training for m in self._modules)
@@ -296,7 +303,7 @@ class _Cache:
     def __init__(self, cache: Any) -> None:
         self._original, self._before = cache, _copied(cache)
         with raw():
-            self._held: list[tuple[torch.Tensor, int]] | None = [(x, x._version) for x in _inside(cache)]
+            self._held: list[tuple[torch.Tensor, int]] | None = [(x, version_of(x)) for x in _inside(cache)]
 
     def take(self) -> Any:
         """The cache given; from the second time on, one as that was before the first."""
@@ -311,7 +318,7 @@ class _Cache:
         """
         held, self._held = self._held or (), None
         with raw():
-            if any(x._version != version for x, version in held):
+            if any(version_of(x) != version for x, version in held):
                 raise ValueError(
                     f"recompute: a block writes in place to what its {type(self._before).__name__} held "
                     "already, and could not be computed again from that. Train with use_cache=False, or with "
@@ -379,7 +386,7 @@ def _keeping(inputs: str, tensors: Sequence[torch.Tensor], hosted: _Hosted) -> A
 
 
 def _identity(x: torch.Tensor) -> Any:
-    return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), tuple(x.stride())
+    return memory_id(x), x.storage_offset(), tuple(x.shape), tuple(x.stride())
 
 
 def _sharded(x: torch.Tensor) -> Layout | None:

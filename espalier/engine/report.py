@@ -21,7 +21,7 @@ from espalier.parallel.plan import PLACES
 from espalier.tensor import plain
 from espalier.tensor.dry_runs import DryMemory, LiveMemory
 from espalier.texts import in_columns
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw
 
 _grad: Any = torch.Tensor.grad
 
@@ -177,7 +177,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> int:
     seen = {}
     for x in tensors:
         storage = plain(x.detach()).untyped_storage()
-        seen[storage._cdata] = storage.nbytes()
+        seen[memory_id(storage)] = storage.nbytes()
     return sum(seen.values())
 
 

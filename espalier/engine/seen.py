@@ -21,7 +21,7 @@ from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
 from espalier.tensor.observers import tell_of_absent_gradient, user_frame, who_asks_for_gradients
-from espalier.torch_private import foreach_norms, raw, wrap_door
+from espalier.torch_private import foreach_norms, raw, version_of, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
@@ -198,7 +198,7 @@ class SeenGradients:
         """Changes when gradients are written to."""
         with raw():
             grads = (gradient_of(p) for p in self._module.parameters())
-            return next(((id(grad), grad._version) for grad in grads if grad is not None), None)
+            return next(((id(grad), version_of(grad)) for grad in grads if grad is not None), None)
 
     def check(self) -> None:
         """Before a step: tell of gradients that were changed since."""

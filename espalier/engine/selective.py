@@ -18,7 +18,15 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 from torch.utils.weak import WeakIdKeyDictionary
 
 from espalier.comm.custom_ops import copy_operator
-from espalier.torch_private import TorchDispatchMode, detached_here, traced_graph, with_effects
+from espalier.torch_private import (
+    TorchDispatchMode,
+    detached_here,
+    memory_id,
+    schema_of,
+    traced_graph,
+    version_of,
+    with_effects,
+)
 from espalier.trees import tensors_in, tree_map
 
 Policy = Callable[..., Any]
@@ -78,11 +86,11 @@ class _Result:
     @classmethod
     def of(cls, out: Any, args: Any) -> _Result:
         out = tree_map(lambda x: detached_here(x) if isinstance(x, torch.Tensor) else x, out)
-        return cls(out, [x._version for x in tensors_in(out)], _shapes(args))
+        return cls(out, [version_of(x) for x in tensors_in(out)], _shapes(args))
 
     @property
     def is_written(self) -> bool:
-        return [x._version for x in tensors_in(self.out)] != self.versions
+        return [version_of(x) for x in tensors_in(self.out)] != self.versions
 
 
 def _shapes(args: Any) -> list[torch.Size]:
@@ -111,13 +119,13 @@ class _Keeping(TorchDispatchMode):
             result = _Result.of(out, args)
             self._kept.setdefault(func, {})[number] = result
             for x in tensors_in(result.out):
-                self._of_storage.setdefault(_storage(x), []).append((func, number))
+                self._of_storage.setdefault(memory_id(x), []).append((func, number))
         return out
 
     def _forget(self, written: list[torch.Tensor]) -> None:
         """A result that is written to is no longer what its operation gave."""
         for x in written:
-            for func, number in self._of_storage.pop(_storage(x), ()):
+            for func, number in self._of_storage.pop(memory_id(x), ()):
                 self._kept[func].pop(number, None)
 
 
@@ -258,20 +266,16 @@ def _keeps(policy: Policy, out: Any, func: Any, args: Any, kwargs: Any) -> bool:
 
 def _seen_again(func: Any, args: Any) -> torch.Tensor | None:
     """The argument whose memory is that of what an operator gives."""
-    schema = func._schema
+    schema = schema_of(func)
     if func is not _aten._unsafe_view.default and all(r.alias_info is None for r in schema.returns):
         return None
     return next((x for x in args if isinstance(x, torch.Tensor)), None)
 
 
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
 @cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes to: of each the position and the name."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 

@@ -49,7 +49,7 @@ from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
-from espalier.torch_private import raw
+from espalier.torch_private import own_buffers, own_parameters, raw
 from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -656,7 +656,10 @@ class _Copies:
             laid_out = copy.deepcopy(model)
             for own, other in zip(twin.modules(), laid_out.modules(), strict=True):
                 tables: list[tuple[dict[str, Any], dict[str, Any]]]
-                tables = [(own._parameters, other._parameters), (own._buffers, other._buffers)]
+                tables = [
+                    (own_parameters(own), own_parameters(other)),
+                    (own_buffers(own), own_buffers(other)),
+                ]
                 for mine, new in tables:
                     for name, x in new.items():
                         value = mine.get(name)

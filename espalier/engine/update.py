@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.optim import optimizer as _base
 
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
@@ -27,7 +25,16 @@ from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.torch_private import foreach_copy_, getter, has_hooks_of_all_steps, method, raw, setter
+from espalier.torch_private import (
+    foreach_copy_,
+    getter,
+    has_hooks_of_all_steps,
+    has_step_hooks,
+    method,
+    raw,
+    setter,
+    without_step_hooks,
+)
 from espalier.trees import tree_map
 
 _set_grad = setter("grad")
@@ -305,9 +312,7 @@ def update_model(
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run around its step."""
-    return has_hooks_of_all_steps() or any(
-        part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer)
-    )
+    return has_hooks_of_all_steps() or any(map(has_step_hooks, parts_of(optimizer)))
 
 
 def _between_hooks(
@@ -324,22 +329,14 @@ def _between_hooks(
     if factor is not None:
         scale_gradients([p for part in parts_of(optimizer) for p in _held(part)], factor)
     parts = parts_of(optimizer)
-    homes: list[tuple[Any, str]] = [
-        *((_base, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")),
-        *((part, f"_optimizer_step_{when}_hooks") for part in parts for when in ("pre", "post")),
-    ]
 
     def stepped() -> None:
-        hooks = [getattr(home, name) for home, name in homes]
-        for home, name in homes:
-            setattr(home, name, OrderedDict())
-        seen.is_stepping = True
-        try:
-            step()
-        finally:
-            seen.is_stepping = False
-            for (home, name), kept in zip(homes, hooks, strict=True):
-                setattr(home, name, kept)
+        with without_step_hooks(parts):
+            seen.is_stepping = True
+            try:
+                step()
+            finally:
+                seen.is_stepping = False
 
     for part in reversed(parts):
         stepped = partial(_hooked, part, stepped)

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
 from espalier.mesh.process import running_size, start
-from espalier.torch_private import mesh_resources
+from espalier.torch_private import backend_for, forget_groups, mesh_resources, root_mesh
 
 MAX_AXES = 8
 
@@ -202,7 +202,7 @@ class Mesh:
             ranks=device_mesh.mesh.flatten().tolist(),
             world_rank=dist.get_rank(),
         )
-        if device_mesh is _root(device_mesh):
+        if device_mesh is root_mesh(device_mesh):
             _built()[device_mesh.device_type, mesh.names, shape, mesh.ranks] = mesh
         for relative in family.values():
             mesh.ledgers = relative.ledgers
@@ -349,7 +349,7 @@ class Mesh:
         """What carries an axis' traffic of a device's tensors: its group, less torch's dispatcher."""
         known = self._backends.get((axis, device))
         if known is None:
-            known = self._backends[axis, device] = self.group(axis)._get_backend(device)
+            known = self._backends[axis, device] = backend_for(self.group(axis), device)
         return known
 
     def order(self, axis: int) -> tuple[int, ...] | None:
@@ -564,27 +564,22 @@ def _release() -> None:
         mesh.carriers.clear()
         mesh.lanes.clear()
         if mesh._device_mesh is not None:
-            vars(_root(mesh._device_mesh)).get("_pg_registry", {}).clear()
+            forget_groups(mesh._device_mesh)
     Mesh.built = (None, {})
 
 
 def _family(device_mesh: DeviceMesh) -> dict[DeviceMesh, Mesh]:
     """The meshes made so far of a ``DeviceMesh``, of the slices of its root, and of their equals."""
-    built, root = _built(), _root(device_mesh)
+    built, root = _built(), root_mesh(device_mesh)
     family: dict[DeviceMesh, Mesh] | None = vars(root).get("_espalier_meshes")
     if family is None:
         names, shape, ranks = root.mesh_dim_names, root.mesh.shape, root.mesh.flatten().tolist()
         equal = built.get((root.device_type, names, tuple(shape), tuple(ranks)))
         family = {}
         if equal is not None and equal._device_mesh is not None:
-            family = vars(_root(equal._device_mesh))["_espalier_meshes"]
+            family = vars(root_mesh(equal._device_mesh))["_espalier_meshes"]
         vars(root)["_espalier_meshes"] = family
     return family
-
-
-def _root(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a ``DeviceMesh`` is a slice of."""
-    return device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
 
 
 def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ from espalier.mesh.parts import at
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.dtensor import DTensor, become, layout_of, redistribute
-from espalier.torch_private import disable_modes, raw
+from espalier.torch_private import disable_modes, raw, version_of
 from espalier.trees import tree_map
 
 Branches = Mapping[str, int]
@@ -191,7 +191,7 @@ def _on(mesh: Mesh, layout: Layout, axis: int, state: Any) -> Layout:
 def _deferred_along(x: DTensor, axis: int) -> DTensor:
     """``x`` deferred along the axis; remembered on it, so that branches share one all-reduce backward."""
     layout = layout_of(x)
-    tag = layout, x._version, torch.is_grad_enabled()
+    tag = layout, version_of(x), torch.is_grad_enabled()
     known = x.__dict__.get("_branched")
     if known is not None and known[0] == tag:
         return known[1]

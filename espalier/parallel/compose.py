@@ -42,7 +42,16 @@ from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
 from espalier.tensor.traces import NotCopiedError
-from espalier.torch_private import converts_itself, raw, swap_impls, use_count
+from espalier.torch_private import (
+    converts_itself,
+    gradient_hooks,
+    hooks_after_gradient,
+    own_buffers,
+    own_parameters,
+    raw,
+    swap_impls,
+    use_count,
+)
 
 
 class Arrangement(dict[str, Layout]):
@@ -257,7 +266,7 @@ def _leave_earlier_graphs(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if not p.requires_grad or not p.is_leaf or use_count(p) == 1:
             continue
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(p) or hooks_after_gradient(p):
             continue  # they would go with the graph
         get_gradient_edge(p).node.register_prehook(partial(_refuse_earlier, name))
         grad = p.grad
@@ -285,7 +294,7 @@ def _share_parameters(
     low = plan.precision.parameters
     with unwatched(model):
         leave_out(model, layouts, None if low is None else getattr(torch, low))
-        uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        uses = Counter(id(p) for m in model.modules() for p in own_parameters(m).values() if p is not None)
         weights = [(f"{name}.weight", model.get_submodule(name).weight) for name in layouts.float8]
         float8 = {name for name, weight in weights if uses[id(weight)] == 1}
         return ZeroState(model, layouts, mesh, plan, layouts.parts, optimizer, float8)
@@ -301,11 +310,11 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
     for module in model.modules():
         if not mesh.is_dry:
             make_the_rest_real(module)
-        for name, b in module._buffers.items():
+        for name, b in own_buffers(module).items():
             if b is not None:
                 if id(b) not in shared:
                     shared[id(b)] = b, _shared(b, home, mesh)
-                module._buffers[name] = shared[id(b)][1]
+                own_buffers(module)[name] = shared[id(b)][1]
     for module in () if mesh.is_dry else model.modules():
         if converts_itself(module) and next(module.parameters(), None) is None:
             module.to(mesh.device())

@@ -29,7 +29,7 @@ from espalier.layout.layout import D, R
 from espalier.tensor import plain, stamp
 from espalier.tensor.dry_runs import is_followed
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, up_to_date
-from espalier.torch_private import raw
+from espalier.torch_private import own_parameters, raw
 from espalier.trees import tree_map
 
 
@@ -314,15 +314,15 @@ def _held(module: nn.Module, parameters: Mapping[str, torch.Tensor], n: int) -> 
     for name, x in parameters.items():
         at, _, last = name.rpartition(".")
         owner: Any = module.get_submodule(at)
-        kept.append((owner, last, owner._parameters[last]))
-        owner._parameters[last] = x
+        kept.append((owner, last, own_parameters(owner)[last]))
+        own_parameters(owner)[last] = x
     before, module.num_experts = module.num_experts, n  # type: ignore[assignment]
     try:
         yield
     finally:
         module.num_experts = before
         for owner, last, p in kept:
-            owner._parameters[last] = p
+            own_parameters(owner)[last] = p
 
 
 class _Known(TorchFunctionMode):

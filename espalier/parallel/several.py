@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from espalier.torch_private import keeps_step_hooks
 from espalier.trees import instances_of
 
 State = dict[str, Any]
@@ -107,7 +108,7 @@ def as_one(optimizers: Optimizers) -> torch.optim.Optimizer:
     for part in parts:
         if not isinstance(part, torch.optim.Optimizer):
             raise TypeError(f"Expected optimizers of torch.optim, got {type(part).__name__} among them.")
-        if "_optimizer_step_pre_hooks" not in vars(part):  # one around another, which never called ours
+        if not keeps_step_hooks(part):  # one around another, which never called ours
             step = type(part).step
             torch.optim.Optimizer.__setstate__(part, {})
             if type(part).step is not step:  # others of this class have no hooks that it would call

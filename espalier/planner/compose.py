@@ -25,6 +25,7 @@ from espalier.engine.dry import DryReport, Line, Lined, Shared, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import Filling, smallest_within
 from espalier.parallel.data.residency import Carried
+from espalier.torch_private import MODULES, own_modules
 from espalier.trees import leaves, tree_map
 
 _DEPTHS = ((2, 1, 2), (4, 1, 3))  # least blocks, and how many more those of the second run and the check have
@@ -526,11 +527,11 @@ def shallow(
         NotComposed: blocks share parameters with what stays.
     """
     held = model.get_submodule(name)
-    before = dict(held._modules)
+    before = dict(own_modules(held))
     groups = [] if optimizer is None else optimizer.param_groups
     listed = [group["params"] for group in groups]
     try:
-        held._modules = dict(list(before.items())[:number])
+        vars(held)[MODULES] = dict(list(before.items())[:number])
         kept = {id(p) for p in model.parameters()}
         gone = {id(p) for m in list(before.values())[number:] if m is not None for p in m.parameters()}
         if kept & gone:
@@ -539,6 +540,6 @@ def shallow(
             group["params"] = [p for p in params if id(p) not in gone]
         yield
     finally:
-        held._modules = before
+        vars(held)[MODULES] = before
         for group, params in zip(groups, listed, strict=True):
             group["params"] = params

@@ -18,7 +18,7 @@ from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
 from espalier.tensor.dry_runs import Recalled, flop_counts
-from espalier.torch_private import DispatchMode, raw
+from espalier.torch_private import DispatchMode, raw, schema_of
 from espalier.trees import tensors_in
 
 # views by other names
@@ -239,7 +239,7 @@ class _Recorder(DispatchMode):
         first = tensors[0] if tensors else outputs[0] if outputs else None
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         if func not in self._views:
-            arguments = func._schema.arguments
+            arguments = schema_of(func).arguments
             self._views[func] = name in _VIEWS or any(
                 a.alias_info is not None and not a.alias_info.is_write for a in arguments
             )
@@ -252,7 +252,7 @@ class _Recorder(DispatchMode):
         flops = int(count(*args, **kwargs, out_val=out))
         if "attention" in name:
             q = tensors[1] if "backward" in name else tensors[0]
-            names = [argument.name for argument in func._schema.arguments]
+            names = [argument.name for argument in schema_of(func).arguments]
             told = dict(zip(names, args, strict=False)) | kwargs
             if told.get("is_causal") or told.get("custom_mask_type"):  # 1 and 2: both are causal
                 flops //= 2

@@ -24,7 +24,7 @@ from espalier.tensor.observers import claim
 from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.pointwise import letters, nonlinear, operands_in
-from espalier.torch_private import raw
+from espalier.torch_private import raw, schema_of
 from espalier.trees import leaves, tensors_in, tree_map
 
 
@@ -587,12 +587,12 @@ def register_sharding(op: Any) -> Callable[[ShardingFunction], ShardingFunction]
     """
     ops = op if isinstance(op, list | tuple) else [op]
     for one in ops:
-        if one._schema.is_mutable:
+        if schema_of(one).is_mutable:
             raise ValueError(f"register_sharding: {one} writes to its inputs; use espalier.register_rule.")
 
     def register(function: ShardingFunction) -> ShardingFunction:
         for one in ops:
-            space, name = one._schema.name.split("::")
+            space, name = schema_of(one).name.split("::")
             public = spellings(name) if space == "aten" else []
             register_rule(one, one.overloadpacket, *public)(_rule(one, function))
         return function

@@ -24,7 +24,7 @@ from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.observers import Go, Watcher, asked_by_program, called_by_program, user_frame, watching
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tensors_in
 
 _LARGEST = 1 << 16  # bytes of a value that goes through the store
@@ -259,8 +259,8 @@ def _is_own(x: torch.Tensor) -> bool:
 def _shares(x: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
     """Whether a result lies in the memory of an argument that has none of its own."""
     with raw():
-        memory = x.untyped_storage()._cdata
-        return any(not _is_own(y) and y.untyped_storage()._cdata == memory for y in given)
+        memory = memory_id(x)
+        return any(not _is_own(y) and memory_id(y) == memory for y in given)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from espalier.tensor.dtensor import plain
 from espalier.tensor.loans import StandIn, await_values, written_mark
 from espalier.tensor.traces import Generators, put_back
-from espalier.torch_private import raw
+from espalier.torch_private import own_buffers, own_parameters, raw
 
 Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
@@ -42,7 +42,7 @@ class Before:
     ) -> None:
         self._slots = slots
         attributes = [vars(m) for m in modules if not is_of_torch(m)]
-        tables = [*attributes, *(m._buffers for m in modules if m._buffers or not is_of_torch(m))]
+        tables = [*attributes, *(own_buffers(m) for m in modules if own_buffers(m) or not is_of_torch(m))]
         self._entries = [(table, _Entries(table, whole)) for table in tables]
         inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
         self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
@@ -190,7 +190,7 @@ def places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]
     places, seen = [], set()
     for i, module in enumerate(modules):
         beside = {} if is_of_torch(module) else vars(module)
-        for table in (module._parameters, module._buffers, beside):
+        for table in (own_parameters(module), own_buffers(module), beside):
             for key, x in table.items():
                 if not isinstance(x, torch.Tensor) or (table is beside and _has_history(x)):
                     continue
@@ -202,7 +202,9 @@ def places(modules: Sequence[nn.Module]) -> list[tuple[str, dict[str, Any], str]
 
 def slots(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     """Where tensors stand that may be swapped for others, as parameters or in their place."""
-    slots = [(m._parameters, key) for m in modules for key, x in m._parameters.items() if x is not None]
+    slots = [
+        (own_parameters(m), key) for m in modules for key, x in own_parameters(m).items() if x is not None
+    ]
     torchs = (vars(m) for m in modules if is_of_torch(m))
     return slots + [
         (table, key) for table in torchs for key, x in table.items() if isinstance(x, torch.Tensor)

@@ -29,7 +29,7 @@ from espalier.comm.ring import GATHERED, SUMMED
 from espalier.device import is_accelerator
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
-from espalier.torch_private import OpOverload, disable_modes, keep_order, with_effects
+from espalier.torch_private import OpOverload, disable_modes, keep_order, schema_of, with_effects
 from espalier.trees import leaves
 
 # ---- several collectives of a compiled graph as one, begun and ended apart
@@ -274,7 +274,8 @@ def _calls(graph: fx.Graph) -> list[Call]:
 
 def _call(node: fx.Node) -> Call:
     _, called, *rest = node.args
-    space, _, name = called._schema.name.partition("::") if isinstance(called, OpOverload) else ("", "", "")
+    full = schema_of(called).name if isinstance(called, OpOverload) else ""
+    space, _, name = full.partition("::")
     if space == "espalier" and name in (GATHERED, SUMMED):
         return Call(node, name, None, 0)
     if space != "espalier" or len(rest) != 4:
@@ -318,7 +319,7 @@ def _order_kept(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node.target is effect:
             continue
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
         tags = getattr(node.target, "tags", ())
         if written:
             before.setdefault(node, []).extend(written)

@@ -22,10 +22,9 @@ from espalier.comm.control import Absent, OutOfBand, named
 from espalier.comm.custom_ops import collective, recorders
 from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
-from espalier.tensor.loans import version
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import bits
-from espalier.torch_private import after_backward, current_graph_task_id, raw
+from espalier.torch_private import after_backward, current_graph_task_id, raw, version_of
 
 _HELD = 1 << 26  # bytes of values held until the next meeting, to tell where they differ
 _KEPT = 100_000  # records
@@ -190,7 +189,7 @@ class Comparison:
         """
         mine = [
             {k: getattr(r, k) for k in ("what", "where", "form", "axes", "hash", "cause")}
-            | {"held": r.value is not None and version(r.value) == r.version}
+            | {"held": r.value is not None and version_of(r.value) == r.version}
             for r in records
         ]
         of_all: list[list[dict[str, Any]]] = self._ask(mine, doing)

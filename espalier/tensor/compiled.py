@@ -50,13 +50,16 @@ from espalier.tensor.surroundings import (
 from espalier.tensor.ways import Ways
 from espalier.torch_private import (
     aot_eager,
+    compile_call,
     compiler,
     getter,
     inductor,
+    memory_id,
     method,
     raw,
     set_grad_enabled,
     torch_functions_on,
+    version_of,
 )
 from espalier.trees import flatten, leaves, tensors_in, tree_map, unflatten
 
@@ -247,7 +250,7 @@ def _autocast() -> tuple[Any, ...]:
 
 def _version(x: torch.Tensor) -> int:
     with raw():
-        return -1 if x.is_inference() else x._version
+        return version_of(x)
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
@@ -396,7 +399,7 @@ def compile(  # torch's own name for it
     rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
-        model._compiled_call_impl = Region(model._call_impl, model, compiler)
+        compile_call(model, lambda call: Region(call, model, compiler))
         return model
     return Region(model, model, compiler)
 
@@ -576,7 +579,7 @@ def _repeats(leaves: list[Any]) -> Any:
 
 def _share_memory(tensors: list[torch.Tensor], written: list[int]) -> bool:
     """Whether others see what is written to some."""
-    memories = [x.untyped_storage()._cdata for x in tensors]
+    memories = [memory_id(x) for x in tensors]
     return any(memories.count(memories[i]) > 1 for i in written)
 
 

@@ -20,7 +20,7 @@ from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import become, plain, set_by_program, stamp
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.random import same_position, without_tag
-from espalier.torch_private import TorchDispatchMode
+from espalier.torch_private import TABLES, TorchDispatchMode, memory_id, own_buffers, schema_of, version_of
 from espalier.trees import leaves, tensors_in, tree_map
 
 
@@ -216,7 +216,7 @@ def _call(op: Op, sizes: Sequence[int], memory: dict[int, torch.UntypedStorage])
         for i, at in op.makes:
             out = outs[i]
             storage = out.untyped_storage()
-            is_new = all(storage._cdata != other._cdata for other in memory.values())
+            is_new = all(memory_id(storage) != memory_id(other) for other in memory.values())
             lies = (tuple(out.shape), tuple(out.stride()), out.storage_offset())
             if is_new and lies == (at.shape, at.stride, at.offset) and storage.nbytes() == sizes[at.storage]:
                 memory[at.storage] = storage
@@ -274,7 +274,7 @@ class Tape:
 
     def ref(self, x: torch.Tensor) -> Ref | None:
         """Where a tensor lies; None if it is not on this tape."""
-        number = self._numbers.get(x.untyped_storage()._cdata)
+        number = self._numbers.get(memory_id(x))
         if number is None:
             return None
         if x.is_conj() or x.is_neg():
@@ -284,7 +284,7 @@ class Tape:
     def adopt(self, x: torch.Tensor) -> Ref:
         """Take a new tensor's storage on the tape."""
         storage = x.untyped_storage()
-        self._numbers[storage._cdata] = len(self._storages)
+        self._numbers[memory_id(storage)] = len(self._storages)
         self._storages.append(storage)
         storage._deferred = self  # type: ignore[attr-defined]
         ref = self.ref(x)
@@ -419,7 +419,7 @@ class Tape:
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a call writes to."""
     written = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
     return written
@@ -455,7 +455,7 @@ class _RecordMode(TorchDispatchMode):
             raise NotImplementedError(_REAL.format(func))
         meta = {id(x): _twin(x) for x in tensors if tape.ref(x) is None}
         run_args, run_kwargs = (tree_map(lambda x: meta.get(id(x), x), t) for t in (args, kwargs))
-        if any(a.name == "device" for a in func._schema.arguments):
+        if any(a.name == "device" for a in schema_of(func).arguments):
             if not tensors or kwargs.get("device") is not None:
                 run_kwargs = {**run_kwargs, "device": torch.device("meta")}
             run_kwargs.pop("pin_memory", None)
@@ -517,7 +517,7 @@ def deferred() -> Iterator[None]:
         hook.remove()
     for p in seen:
         if isinstance(p, torch.Tensor):
-            p._deferred_version = p._version  # type: ignore[attr-defined]
+            p._deferred_version = version_of(p)  # type: ignore[attr-defined]
 
 
 def tape_of(x: torch.Tensor) -> Tape | None:
@@ -536,7 +536,7 @@ def tape_of(x: torch.Tensor) -> Tape | None:
             "how they are made. What casts or replaces them belongs in there, and an optimizer whose states "
             "are made at once (Adagrad)."
         )
-    if getattr(x, "_deferred_version", x._version) != x._version:
+    if getattr(x, "_deferred_version", version_of(x)) != version_of(x):
         raise ValueError(
             f"A parameter of the shape {list(x.shape)} was written to after `with espalier.deferred():`, "
             "when it had no memory. Do that inside, or after espalier.initialize."
@@ -628,7 +628,7 @@ def make_the_rest_real(module: nn.Module) -> None:
     Raises:
         ValueError: see :func:`tape_of`.
     """
-    make_values_real(module._buffers)
+    make_values_real(own_buffers(module))
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_meta or isinstance(x, nn.Parameter):
@@ -637,11 +637,8 @@ def make_the_rest_real(module: nn.Module) -> None:
         return x if tape is None else tape.made_real(x)
 
     for name, value in vars(module).items():
-        if name not in _OWN and any(x.is_meta for x in tensors_in(value)):
+        if name not in TABLES and any(x.is_meta for x in tensors_in(value)):
             vars(module)[name] = tree_map(real, value)
-
-
-_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def make_values_real(table: MutableMapping[str, Any]) -> None:

@@ -47,13 +47,21 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.torch_private import getter, go_at_once, method, plain_call, raw, swap_impls
+from espalier.torch_private import (
+    getter,
+    go_at_once,
+    method,
+    plain_call,
+    raw,
+    read_version,
+    schema_of,
+    swap_impls,
+)
 from espalier.trees import leaves, tensors_in, tree_map
 
 # the C getters themselves: to be called where torch functions are not intercepted
 _requires_grad = getter("requires_grad")
 _is_leaf = getter("is_leaf")
-_version = getter("_version")
 _is_inference = method("is_inference")
 _grad_enabled, _inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _CACHE_LIMIT = 10_000  # entries of one function
@@ -553,14 +561,14 @@ def _moved(x: torch.Tensor, m: Move) -> torch.Tensor:
         return redistribute_by(x, m.plan)
     if _is_inference(x) or _inference_mode():
         return redistribute_by(x, m.plan)  # no versions are counted that would tell what is out of date
-    tag = (m.dst, _version(x), _grad_enabled())
+    tag = (m.dst, read_version(x), _grad_enabled())
     if m.gathers:
         return _gathered(x, m, tag)
     known = x.__dict__.get("_moved")
-    if known is not None and known[0] == tag and _version(known[1]) == known[2]:
+    if known is not None and known[0] == tag and read_version(known[1]) == known[2]:
         return known[1]
     moved = redistribute_by(x, m.plan)
-    x._moved = (tag, moved, _version(moved))  # type: ignore[attr-defined]
+    x._moved = (tag, moved, read_version(moved))  # type: ignore[attr-defined]
     return moved
 
 
@@ -611,7 +619,7 @@ def _lately(x: DTensor, m: Move, tag: Any) -> torch.Tensor | None:
     if m.src.mesh.lately is not None:
         owner, known, moved = m.src.mesh.lately
         # what came out of a call may be a view of the moved tensor, and have been written to
-        if owner() is x and known == (tag, moved._version):
+        if owner() is x and known == (tag, read_version(moved)):
             return moved
     return None
 
@@ -623,18 +631,18 @@ def _remember(x: DTensor, m: Move, tag: Any, moved: torch.Tensor) -> None:
         if mesh.lately is not None and mesh.lately[0] is owner:
             mesh.lately = None
 
-    mesh.lately = (weakref.ref(x, forget_it), (tag, moved._version), moved)
+    mesh.lately = (weakref.ref(x, forget_it), (tag, read_version(moved)), moved)
 
 
 def known_gathered(x: DTensor, m: Move) -> torch.Tensor | None:
     """``x`` gathered by such a move, if that was done lately."""
-    return _lately(x, m, (m.dst, _version(x), _grad_enabled()))
+    return _lately(x, m, (m.dst, read_version(x), _grad_enabled()))
 
 
 def remember_gathered(x: DTensor, m: Move, moved: torch.Tensor) -> None:
     """Let other calls with ``x`` take what was gathered of it; called where what is moved is remembered."""
     if not (_is_leaf(x) and _requires_grad(x)):
-        _remember(x, m, (m.dst, _version(x), _grad_enabled()), moved)
+        _remember(x, m, (m.dst, read_version(x), _grad_enabled()), moved)
 
 
 def _shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:
@@ -744,7 +752,7 @@ def _overloads(name: str) -> tuple[tuple[str, ...], ...]:
     packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("_") else None
     if packet is None:
         return ()
-    schemas = (getattr(packet, overload)._schema for overload in packet.overloads())
+    schemas = (schema_of(getattr(packet, overload)) for overload in packet.overloads())
     return tuple(tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas)
 
 

@@ -23,6 +23,8 @@ from espalier.torch_private import (
     FakeTensorMode,
     autocast_operators,
     disable_modes,
+    forget_library,
+    is_a_view,
     past_autocast_key,
     with_autocast_key,
     without_torch_functions,
@@ -59,8 +61,8 @@ class DryAutocast:
             return
         with ExitStack() as stack:
             others, library = Library("_", "IMPL"), Library("aten", "IMPL")
-            stack.callback(others._destroy)
-            stack.callback(library._destroy)
+            stack.callback(forget_library, others)
+            stack.callback(forget_library, library)
             others.fallback(fallthrough_kernel, AUTOCAST_KEY.name)
             for op in _all_cast():
                 library.impl(op, partial(self._call, op), AUTOCAST_KEY.name, with_keyset=True)
@@ -124,7 +126,7 @@ def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
     if not x.is_leaf and type(x.grad_fn).__name__ == "AliasBackward0":
         node = x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         x = getattr(node, "variable", x)
-    return x if x.is_leaf and not x._is_view() else None
+    return x if x.is_leaf and not is_a_view(x) else None
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -31,9 +31,12 @@ from espalier.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    can_decompose,
     disable_modes,
     dispatch_mode_stack,
+    memory_id,
     raw,
+    schema_of,
     without_torch_functions,
 )
 from espalier.trees import tensors_in, tree_map
@@ -70,7 +73,7 @@ class LiveMemory(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self._live = _Live()
         self._resized = list(resized)
-        self._live.sizes.update((storage._cdata, 0) for storage in self._resized)
+        self._live.sizes.update((memory_id(storage), 0) for storage in self._resized)
 
     @property
     def now(self) -> int:
@@ -105,7 +108,7 @@ class LiveMemory(TorchDispatchMode):
     def _set(self, x: torch.Tensor, nbytes: int) -> None:
         with raw():
             storage = x.untyped_storage()
-        live, key = self._live, storage._cdata
+        live, key = self._live, memory_id(storage)
         live.now += nbytes - live.sizes.get(key, 0)
         if key not in live.sizes:
             weakref.finalize(storage, _release, live, key)
@@ -115,7 +118,7 @@ class LiveMemory(TorchDispatchMode):
         """Count a tensor's storage until it is released, unless it is ignored."""
         with raw():
             storage = x.untyped_storage()
-        if storage._cdata not in self._live.sizes:
+        if memory_id(storage) not in self._live.sizes:
             self.count(x)
 
 
@@ -262,7 +265,9 @@ class CostMode(DispatchMode):
         packet = func.overloadpacket
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        is_view = any(
+            a.alias_info is not None and not a.alias_info.is_write for a in schema_of(func).arguments
+        )
         written = 0 if is_view else sum(map(_held, tensors_in([out])))
         read = 0 if is_view else sum(map(_held, tensors_in([args, kwargs])))
         self.total = self.total.plus(OpCost(flops, written + read, written))
@@ -354,7 +359,7 @@ def _home(tensors: list[torch.Tensor]) -> tuple[FakeTensorMode | None, torch.dev
 @cache
 def _is_plain(func: Any) -> bool:
     """Whether an operation of torch draws nothing, writes to nothing, and gives no view."""
-    schema = func._schema
+    schema = schema_of(func)
     changes = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and _RANDOM not in func.tags and not changes
 
@@ -362,7 +367,7 @@ def _is_plain(func: Any) -> bool:
 @cache
 def _is_in_place(func: Any) -> bool:
     """Whether an operation of torch writes to its first argument, number by number, and draws nothing."""
-    writes = func._schema.is_mutable and func.overloadpacket.__name__.endswith("_")
+    writes = schema_of(func).is_mutable and func.overloadpacket.__name__.endswith("_")
     return writes and torch.Tag.pointwise in func.tags and _RANDOM not in func.tags
 
 
@@ -371,13 +376,13 @@ def _is_view(func: Any) -> bool:
     """Whether an operation of torch gives one view of its first argument, wherever that begins."""
     if func is torch.ops.aten._unsafe_view.default:
         return True  # of the same memory, though torch does not say so
-    arguments, returns = func._schema.arguments, func._schema.returns
+    arguments, returns = schema_of(func).arguments, schema_of(func).returns
     if func.namespace != "aten" or func.overloadpacket is torch.ops.aten.as_strided or len(returns) != 1:
         return False
     aliased = [i for i, a in enumerate(arguments) if a.alias_info is not None]
     info = returns[0].alias_info
     is_one = info is not None and not info.is_write and str(returns[0].type) == "Tensor"
-    return is_one and aliased == [0] and not func._schema.is_mutable
+    return is_one and aliased == [0] and not schema_of(func).is_mutable
 
 
 @lru_cache(maxsize=16384)
@@ -449,7 +454,7 @@ class Recalled(DispatchMode):
         if known is None:
             follows = func.namespace == "aten" and func is not torch.ops.aten._local_scalar_dense.default
             way = self._way(func)
-            known = way, bool(func._schema.is_mutable), follows and way != self._apart
+            known = way, bool(schema_of(func).is_mutable), follows and way != self._apart
             self._ways[func] = known
         (way, writes, follows), kwargs = known, kwargs or {}
         if not follows or (writes and isinstance(args[0], torch.Tensor) and not args[0].is_meta):
@@ -476,7 +481,7 @@ class Recalled(DispatchMode):
             real = tree_map(lambda x: next(left) if isinstance(x, torch.Tensor) else x, (args, kwargs))
             if "device" in real[1]:
                 real[1]["device"] = torch.device("cpu")
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 out = way(func, args, kwargs)
                 func(*real[0], **real[1])
                 return out
@@ -485,15 +490,15 @@ class Recalled(DispatchMode):
             except (NotImplementedError, RuntimeError):  # torch cannot tell shapes that hang on values
                 return without_data(func(*real[0], **real[1]))
             made = [x for x in tensors_in([out]) if x.is_meta and not x.is_floating_point()]
-            seen = {x.untyped_storage()._cdata for x in tensors_in([args, kwargs])}
-            if any(x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen for x in made):
+            seen = {memory_id(x) for x in tensors_in([args, kwargs])}
+            if any(x.numel() <= _FOLLOWED and memory_id(x) not in seen for x in made):
                 try:
                     computed = func(*real[0], **real[1])
                 except NotImplementedError:  # of such a dtype another device does it
                     return out
                 of = [x for x in tensors_in([computed]) if not x.is_floating_point()]
                 for x, values in zip(made, of, strict=True):
-                    if x.numel() <= _FOLLOWED and x.untyped_storage()._cdata not in seen:
+                    if x.numel() <= _FOLLOWED and memory_id(x) not in seen:
                         know(x, values)
         return out
 
@@ -503,7 +508,7 @@ class Recalled(DispatchMode):
             return _value
         if func is torch.ops.aten._grouped_mm.default:
             return self._grouped
-        if func.overloadpacket not in self._counts and func._can_decompose():
+        if func.overloadpacket not in self._counts and can_decompose(func):
             return self._apart
         if _is_in_place(func):
             return self._written
@@ -620,16 +625,16 @@ def _spanned(x: torch.Tensor) -> int:
 def _as_made(out: Any, inputs: list[torch.Tensor], flops: int) -> _Made | None:
     """What was given, if that is new tensors like the inputs, each with its own memory and no more."""
     outputs = list(out) if isinstance(out, tuple | list) else [out]
-    seen = {x.untyped_storage()._cdata for x in inputs}
+    seen = {memory_id(x) for x in inputs}
     for x in outputs:
         if type(x) is not type(inputs[0]) or x.device != inputs[0].device or x.dtype.is_complex:
             return None
         if type(x) is FakeTensor and x.constant is not None:
             return None
         storage = x.untyped_storage()
-        if storage._cdata in seen or x.storage_offset() or storage.nbytes() != _spanned(x):
+        if memory_id(storage) in seen or x.storage_offset() or storage.nbytes() != _spanned(x):
             return None
-        seen.add(storage._cdata)
+        seen.add(memory_id(storage))
     kind = torch.Tensor if isinstance(out, torch.Tensor) else type(out)
     return _Made(kind, tuple(_Bare(tuple(x.shape), x.stride(), x.dtype) for x in outputs), flops)
 
@@ -638,7 +643,7 @@ def _as_view(out: Any, first: torch.Tensor, flops: int) -> _Made | None:
     """What was given, if that is a view of the first argument, of the same numbers."""
     if type(out) is not type(first) or out.dtype != first.dtype or out.device != first.device:
         return None
-    if out.untyped_storage()._cdata != first.untyped_storage()._cdata:
+    if memory_id(out) != memory_id(first):
         return None
     bare = _Bare(tuple(out.shape), out.stride(), out.dtype)
     return _Made(torch.Tensor, (bare,), flops, int(out.storage_offset()))
@@ -736,7 +741,7 @@ def _all_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     if func is torch.ops.aten._to_copy.default:
         return args, {**kwargs, "device": None}
-    written = func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta
+    written = schema_of(func).is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta
     if False in has and not written:
         return tree_map(lambda x: x.to(_META) if isinstance(x, torch.Tensor) else x, (args, kwargs))
     return args, kwargs

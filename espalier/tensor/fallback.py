@@ -25,10 +25,10 @@ from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
-from espalier.tensor.loans import is_view, lend, loans_in, version
+from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
-from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, with_torch_functions
+from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, version_of, with_torch_functions
 from espalier.trees import tensors_in, tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
@@ -302,7 +302,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if name == "as_strided":  # it sees the memory
             value = _in_order(value, layout.whole_stride(x.stride()))
         value = value.clone() if x is target else value
-        gathered.append((x, value, version(value)))
+        gathered.append((x, value, version_of(value)))
         return value
 
     with raw():
@@ -327,7 +327,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             written_on_dry(target, local_args[0])
         averages = _averages(name, args, kwargs)
         for x, value, before in gathered:
-            if version(value) != before or x is target or any(x is a for a in averages):
+            if version_of(value) != before or x is target or any(x is a for a in averages):
                 x.copy_(move(value, Layout.replicated(mesh, tuple(value.shape)), x._layout))
         if type(target) is DTensor:
             shape = tuple(plain(target).shape)
@@ -485,7 +485,7 @@ def run_on_locals(original: Apply, cls: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def _versions(args: Sequence[Any]) -> list[int]:
-    return [a._version for a in args if isinstance(a, torch.Tensor) and not a.is_inference()]
+    return [version_of(a) for a in args if isinstance(a, torch.Tensor)]
 
 
 def on_wholes(cls: type[Function], stands_for: StandsFor | None = None) -> Apply:

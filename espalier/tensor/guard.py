@@ -47,10 +47,13 @@ from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded, went_back
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
+    JVP,
     UNBOUNDED_BLOCK,
+    VJP,
     FakeTensor,
     TorchDispatchMode,
     determinism_checks,
+    flat_weights,
     function_mode_stack,
     functorch_apis,
     functorch_transforms,
@@ -62,6 +65,7 @@ from espalier.torch_private import (
     raw,
     same_score,
     torch_functions_on,
+    version_of,
     with_torch_functions,
     wrap_door,
 )
@@ -274,7 +278,7 @@ def _flattened(flatten: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(flatten)
     def flatten_parameters(self: Any) -> None:
-        if not any(type(x) is DTensor for x in self._flat_weights):
+        if not any(type(x) is DTensor for x in flat_weights(self)):
             flatten(self)
 
     return flatten_parameters
@@ -436,8 +440,8 @@ _DOORS = (
     (functorch_apis, "vmap_impl"),
     (functorch_transforms, "grad_impl"),
     (functorch_transforms, "grad_and_value_impl"),
-    (functorch_transforms, "_jvp_with_argnums"),
-    (functorch_transforms, "_vjp_with_argnums"),
+    (functorch_transforms, JVP),
+    (functorch_transforms, VJP),
     (functorch_transforms, "linearize"),
     (torch.func, "linearize"),
 )
@@ -465,7 +469,7 @@ class Inside(TorchFunctionMode):
             return x
         with outside_transforms(), raw():
             known = self._known.get(id(x))
-            count = -1 if x.is_inference() else x._version
+            count = version_of(x)
             if known is None or known[1] != count or count < 0:
                 now = up_to_date(x)
                 layout = layout_of(now)
@@ -492,7 +496,7 @@ class Inside(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_GIVING = ("_vjp_with_argnums", "linearize")  # a value and a function
+_GIVING = (VJP, "linearize")  # a value and a function
 
 
 def open_transforms() -> None:

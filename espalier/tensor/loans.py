@@ -27,12 +27,21 @@ from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.sharding.spec import RULES, VIEWS, spellings
 from espalier.tensor.dtensor import DTensor, is_sparse, plain, stamp, up_to_date
-from espalier.torch_private import OpOverload, OpOverloadPacket, getter, method, raw
+from espalier.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    is_a_view,
+    memory_id,
+    method,
+    raw,
+    read_version,
+    schema_of,
+    version_of,
+)
 from espalier.trees import tree_map
 
 Call = Callable[..., Any]
 # the C getters themselves: to be called where torch functions are not intercepted
-_version = getter("_version")
 _address = method("data_ptr")
 
 
@@ -43,7 +52,7 @@ class ViewSource:
 
     def __init__(self, base: DTensor, take: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         self.base, self.take = base, take
-        self.version = version(base)
+        self.version = version_of(base)
 
 
 class StandIn(ABC):
@@ -149,7 +158,7 @@ def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
         x._saved = True  # type: ignore[attr-defined]  # who asks knows it by its addends (see the dispatcher)
     handed = x.__dict__.get("_handed_out")
     with raw():
-        return _version(x), 0 if is_sparse(x) else _address(x), 0 if handed is None else handed.times
+        return read_version(x), 0 if is_sparse(x) else _address(x), 0 if handed is None else handed.times
 
 
 def is_handed_out(x: torch.Tensor) -> bool:
@@ -173,7 +182,7 @@ _OPS = (OpOverload, OpOverloadPacket)
 def _says_view(op: Any) -> bool:
     """Whether an operator's schema says that it gives views."""
     one = op if isinstance(op, OpOverload) else getattr(op, op.overloads()[0])
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in one._schema.returns)
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(one).returns)
 
 
 def loans_in(tensors: Sequence[torch.Tensor]) -> list[DTensor]:
@@ -254,7 +263,7 @@ def call(
             return first if out is args[0] else out
     if not writes and RULES.get(func) is not None and torch.is_grad_enabled() and not is_view(func, args):
         args, kwargs = _without_sources(args, kwargs, loans)
-    before = [(x, x._layout, x._layout.own, version(x)) for x in loans]
+    before = [(x, x._layout, x._layout.own, version_of(x)) for x in loans]
     for x, _, own, _ in before:
         x._layout = own
     try:
@@ -267,7 +276,7 @@ def call(
     loans = [b[0] for b in before]
     for x, _, _, count in before:
         # loans that are views of one copy are counted together, so a name is the better witness
-        if x._layout.own is not x._layout and (x is args[0] if one else version(x) != count):
+        if x._layout.own is not x._layout and (x is args[0] if one else version_of(x) != count):
             _write_back(x)
     for y in out if isinstance(out, tuple | list) else (out,):
         if type(y) is DTensor and y._layout.own is y._layout:
@@ -295,13 +304,13 @@ def refresh(x: DTensor) -> DTensor:
     base = source.base
     if base._layout.own is not base._layout:
         refresh(base)
-    if source.take is None or source.version == version(base):
+    if source.take is None or source.version == version_of(base):
         return x
     layout = x._layout.own
     with raw():
         value = source.take(_whole(base))
         x.copy_(move(value, Layout.replicated(layout.mesh, layout.shape), layout))
-    source.version = version(base)
+    source.version = version_of(base)
     return x
 
 
@@ -315,7 +324,7 @@ def _write_back(x: DTensor) -> None:
             full = _whole(base).clone()
             source.take(full).copy_(_whole(x))
             base.copy_(move(full, Layout.replicated(layout.mesh, layout.shape), layout))
-        source.version = version(base)
+        source.version = version_of(base)
     if base._layout.own is not base._layout:
         _write_back(base)
 
@@ -328,12 +337,7 @@ def _whole(a: Any) -> Any:
 
 def _share(x: torch.Tensor, y: torch.Tensor) -> bool:
     with raw():
-        return x.untyped_storage()._cdata == y.untyped_storage()._cdata
-
-
-def version(x: torch.Tensor) -> int:
-    """How often a tensor was written to; of inference tensors it is not known."""
-    return -1 if x.is_inference() else x._version
+        return memory_id(x) == memory_id(y)
 
 
 # ---- what hands out memory: right where this rank holds the whole value, refused elsewhere
@@ -425,7 +429,7 @@ def _apart(local: torch.Tensor) -> torch.Tensor:
 
 
 def _is_member(local: torch.Tensor) -> bool:
-    if local.is_meta or not local.is_contiguous() or local._is_view():
+    if local.is_meta or not local.is_contiguous() or is_a_view(local):
         return False
     return local.untyped_storage().nbytes() > local.numel() * local.element_size()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,14 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.api import check_parts, from_local, lay_out, to_local
 from espalier.tensor.dtensor import DTensor, as_recorded, left, redistribute, stamp
-from espalier.torch_private import raw, takes_tangents
+from espalier.torch_private import (
+    function_of,
+    own_buffers,
+    own_parameters,
+    raw,
+    takes_tangents,
+    watch_flat_weights,
+)
 from espalier.trees import flat_map, flatten, unflatten
 
 
@@ -83,12 +89,12 @@ def unwatched(model: nn.Module) -> Iterator[None]:
             vars(m)[name] = vars(m)[name].detach()
     watching: list[Any] = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for m in watching:
-        m._flat_weight_refs = []
+        watch_flat_weights(m, False)
     try:
         yield
     finally:
         for m in watching:
-            m._flat_weight_refs = [None if w is None else weakref.ref(w) for w in m._flat_weights]
+            watch_flat_weights(m, True)
 
 
 def distribute_module(
@@ -131,12 +137,12 @@ def distribute_module(
     for name, part in module.named_modules():
         if partition is not None:
             partition(name, part, on_mesh)
-        for p in part._parameters.values():
+        for p in own_parameters(part).values():
             if p is not None and not isinstance(p, DTensor):
                 lay_out_parameter(p, Layout.replicated(mesh, tuple(p.shape)))
-        for key, buffer in part._buffers.items():
+        for key, buffer in own_buffers(part).items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                part._buffers[key] = lay_out(buffer, Layout.replicated(mesh, tuple(buffer.shape)))
+                own_buffers(part)[key] = lay_out(buffer, Layout.replicated(mesh, tuple(buffer.shape)))
     if enter is not None:
         module.register_forward_pre_hook(lambda part, inputs: enter(part, inputs, on_mesh))
     if leave is not None:
@@ -321,7 +327,7 @@ def _meets(node: Any) -> bool:
         node = stack.pop()
         if node is None or node in seen:
             continue
-        if getattr(getattr(node, "_forward_cls", None), "meets", False):
+        if getattr(function_of(node), "meets", False):
             return True
         seen.add(node)
         stack += [beyond for beyond, _ in node.next_functions]

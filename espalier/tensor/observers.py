@@ -26,7 +26,7 @@ from torch import nn
 from espalier.comm import Collective, observed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.torch_private import current_node, module_call, next_node_number
+from espalier.torch_private import LEAF_NUMBER, current_node, module_call, next_node_number, node_number
 
 Go = Callable[[], Any]
 
@@ -114,7 +114,6 @@ def _watched(go: Go, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 # ---- which call a node of the backward graph belongs to
 
 Item = TypeVar("Item")
-_LEAF = 2**64 - 1  # the number of all nodes that accumulate into leaves
 _TRAIL = 200_000  # so many calls are remembered
 _DEPTH = 2_000  # so many calls may stand in one
 
@@ -153,8 +152,8 @@ class Trail(Generic[Item]):
     def here(self) -> Item | None:
         """The item whose node the backward pass is at."""
         node = current_node() if current_node is not None else None
-        number: int = node._sequence_nr() if node is not None and hasattr(node, "_sequence_nr") else _LEAF
-        if number == _LEAF:
+        number = LEAF_NUMBER if node is None else node_number(node)
+        if number == LEAF_NUMBER:
             return None
         at = bisect_right(self._starts, number)
         # the last one to start before; it, or one of those that it stands in

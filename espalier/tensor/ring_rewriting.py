@@ -19,7 +19,7 @@ from torch import fx
 from espalier.comm.custom_ops import mesh_of, parsed
 from espalier.comm.ring import SEQUENCE, operators
 from espalier.tensor.bucketing import is_backward, said_of_graph
-from espalier.torch_private import OpOverload, with_effects
+from espalier.torch_private import OpOverload, schema_of, with_effects
 
 _ATEN = torch.ops.aten
 _ROWS = frozenset([_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default])
@@ -75,7 +75,7 @@ class RingRewriting:
 def _spot(node: fx.Node) -> _Spot | None:
     """What a collective is: a sequence gathered, or summed and cut; None of others."""
     _, called, *rest = node.args
-    name = called._schema.name if isinstance(called, OpOverload) else ""
+    name = schema_of(called).name if isinstance(called, OpOverload) else ""
     if name not in ("espalier::all_gather", "espalier::reduce_scatter"):
         return None
     x, mesh, axis, constants = rest

@@ -22,7 +22,6 @@ from espalier.mesh import Mesh
 from espalier.tensor.compare import CheckRecord, Comparison, fingerprint
 from espalier.tensor.dtensor import DTensor, plain
 from espalier.tensor.fallback import writes
-from espalier.tensor.loans import version
 from espalier.tensor.observers import (
     Trail,
     Watcher,
@@ -35,7 +34,7 @@ from espalier.tensor.observers import (
 )
 from espalier.tensor.random import position_of_keys, same_position
 from espalier.tensor.rules import RULES
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw, version_of
 from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
@@ -253,7 +252,9 @@ class Sanitizer(Watcher):
         x = x.detach().as_subclass(torch.Tensor)
         form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape) if layout is None else layout}"
         strided = x if x.layout is torch.strided else None
-        desk.write(CheckRecord(what, where, form, axes, fingerprint(x), cause, strided, version(x), layout))
+        desk.write(
+            CheckRecord(what, where, form, axes, fingerprint(x), cause, strided, version_of(x), layout)
+        )
 
     def _follow(self, desk: Comparison, what: str, where: str, x: DTensor) -> None:
         """Write the gradient of a result down when the backward pass has it, after the hooks on it."""
@@ -291,10 +292,8 @@ def _aliases(x: DTensor, call: _CheckedCall) -> bool:
     """Whether a result is an input, or a view of one: nothing was computed."""
     if any(x is written for written in call.written):
         return False
-    storage = x.untyped_storage()._cdata
-    return any(
-        x is y or storage == y.untyped_storage()._cdata for y in call.inputs if y.layout is torch.strided
-    )
+    storage = memory_id(x)
+    return any(x is y or storage == memory_id(y) for y in call.inputs if y.layout is torch.strided)
 
 
 def _equal_along(layout: Layout) -> tuple[int, ...]:

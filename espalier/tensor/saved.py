@@ -34,8 +34,10 @@ from espalier.torch_private import (
     current_graph_task_id,
     keeps_graph,
     let_traces_pass_saving_hooks,
+    memory_id,
     raw,
     saved_tensors_hooks,
+    version_of,
     will_run,
 )
 
@@ -54,8 +56,8 @@ class Shard:
         self, shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout, node: Any = None
     ) -> None:
         self.src, self.dst = src, dst
-        self.storage = full.untyped_storage()._cdata
-        self._version = shard._version
+        self.storage = memory_id(full)
+        self._version = version_of(shard)
         self._full: torch.Tensor | None = None
         self._coming: Work[torch.Tensor] | None = None
         self._shard: Any = plain(shard.detach())
@@ -90,14 +92,14 @@ class Shard:
         if self._changed():
             raise RuntimeError(
                 f"A tensor needed for the gradient has been modified by an in-place operation: it lies as "
-                f"{self.src!r}, is at version {shard._version}, expected version {self._version}."
+                f"{self.src!r}, is at version {version_of(shard)}, expected version {self._version}."
             )
         with torch.no_grad():
             return carry_out(shard, self.src, self.dst) if self._coming is None else self._arrived()
 
     def _changed(self) -> bool:
         """Whether it was written to since: on all ranks, and no harm if nobody asks for it."""
-        return self._outer is None and self._shard._version != self._version
+        return self._outer is None and version_of(self._shard) != self._version
 
     def _let_go(self, *grads: Any) -> None:
         self._full = None
@@ -176,7 +178,7 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
     outer = outer_hooks(True)
 
     def pack(x: torch.Tensor) -> torch.Tensor | _View | Outer:
-        source = sources.get(x.untyped_storage()._cdata)
+        source = sources.get(memory_id(x))
         if source is not None:
             return _View(source, x)
         return x if outer is None else Outer(outer[0](x), outer[1])
@@ -236,7 +238,7 @@ class _Emptied:
 
 def _place_of(emptied: Mapping[int, Any], x: torch.Tensor) -> torch.Tensor | _Emptied:
     with raw():
-        memory = emptied.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        memory = emptied.get(memory_id(x)) if x.layout is torch.strided else None
         return x if memory is None else _Emptied(memory, plain(x.detach()))
 
 

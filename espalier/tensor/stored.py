@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor as theirs
-from torch.distributed.tensor import placement_types as kinds
 
 from espalier.comm import move
 from espalier.layout import Layout, Placement, Shard, local_box
@@ -24,7 +23,7 @@ from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.loans import ViewSource, await_values, here
-from espalier.torch_private import dtensor_spec, raw, wrap_door
+from espalier.torch_private import dtensor_spec, raw, strided_shard, wrap_door
 
 
 def write_items(x: DTensor, name: str) -> list[Any]:
@@ -127,8 +126,7 @@ torch.serialization.add_safe_globals([rebuilt, known_layout, known_mesh, _OLD])
 # ---- the bridge to torch's own DTensor: the same local memory under the other type, and gradients flow
 
 
-# torch's word for a dim that a later axis of the mesh cuts first
-_Strided: Any = getattr(kinds, "_StridedShard", None)
+_Strided = strided_shard()
 
 
 def to_torch(x: DTensor) -> theirs.DTensor:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.blocks import HOOKS
+from espalier.torch_private import COMPILED_CALL, HOOKS, own_buffers, own_modules, own_parameters
 
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_INTERNAL = (vars(torch.nn.Module()).keys() | {"_compiled_call_impl"}) - {"training"}
+_INTERNAL = (vars(torch.nn.Module()).keys() | {COMPILED_CALL}) - {"training"}
 
 
 class HolderSlot(NamedTuple):
@@ -69,7 +69,7 @@ def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -
 
 def _of_module(root: torch.nn.Module, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
     for module in root.modules():
-        for holder in (module._parameters, module._buffers, module._modules, module.__dict__):
+        for holder in (own_parameters(module), own_buffers(module), own_modules(module), module.__dict__):
             for key, value in holder.items():
                 if key not in _INTERNAL:
                     yield from _of_value(holder, key, value, places)

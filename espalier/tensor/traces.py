@@ -24,15 +24,20 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.tensor.dtensor import DETACHED, set_by_program
-from espalier.torch_private import disable_modes, lazy_clone, raw
+from espalier.torch_private import (
+    HOOKS,
+    TABLES,
+    call_as_written,
+    disable_modes,
+    hooks_of_all_modules,
+    lazy_clone,
+    memory_id,
+    raw,
+)
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "espalier", "transformers", "torchvision", "timm"}
 _MOST = 100_000
 _CONTAINERS = (dict, list, set, deque)
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)  # fmt: skip
 
 
 @contextmanager
@@ -54,8 +59,8 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
         stack.callback(traces.undo)
         stack.callback(Generators().restore)
         stack.enter_context(_torch_generators(modules))
-        for name in _GLOBAL_HOOKS:
-            stack.enter_context(_emptied(getattr(nn.modules.module, name, {})))
+        for hooks in hooks_of_all_modules(HOOKS):
+            stack.enter_context(_emptied(hooks))
         stack.enter_context(disable_modes())
         yield
 
@@ -326,7 +331,6 @@ def is_known(x: Any) -> bool:
 # ---- copies of models to look at: they share nothing with the user's own, but memory while nobody writes
 
 
-_OWN = ("_parameters", "_buffers", "_modules")
 Stand = Callable[[torch.Tensor], torch.Tensor | None]
 Instead = Callable[[nn.Module], Mapping[str, Any]]
 ABSENT = object()
@@ -431,17 +435,7 @@ def apart(module: nn.Module, extra: Any = None, *how: Any, **more: Any) -> Itera
 
 def run_as_written(module: nn.Module) -> list[str]:
     """Let modules that ``torch.compile`` compiles run uncompiled, in place; gives their names."""
-    names = []
-    # not imported, which takes long: without it there are none
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    for name, part in () if dynamo is None else module.named_modules():
-        if isinstance(part, dynamo.OptimizedModule):
-            vars(part)["forward"] = part._orig_mod.__call__
-            names.append(name)
-        elif hasattr(vars(part).get("_compiled_call_impl"), "_torchdynamo_orig_callable"):
-            vars(part)["_compiled_call_impl"] = None
-            names.append(name)
-    return names
+    return [name for name, part in module.named_modules() if call_as_written(part)]
 
 
 def on_meta(x: torch.Tensor) -> torch.Tensor:
@@ -495,7 +489,7 @@ class _Tensors(TorchFunctionMode):
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             return x.clone()
         storage = x.untyped_storage()
-        if storage._cdata not in self._storages:
+        if memory_id(storage) not in self._storages:
             whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
             twin = None
             # what is not resizable (a file's, NumPy's) has no allocator: torch crashes when it parts them
@@ -504,10 +498,10 @@ class _Tensors(TorchFunctionMode):
                     twin = lazy_clone(whole)
             if twin is None:
                 twin = whole.clone()
-            self._storages[storage._cdata] = storage, twin.untyped_storage()
+            self._storages[memory_id(storage)] = storage, twin.untyped_storage()
             if x.is_meta and (values := getattr(storage, "values", None)) is not None:
                 twin.untyped_storage().values = values.clone()  # type: ignore[attr-defined]
-        twin_storage = self._storages[storage._cdata][1]
+        twin_storage = self._storages[memory_id(storage)][1]
         bare = torch.empty(0, dtype=x.dtype, device=x.device)
         return bare.set_(twin_storage, x.storage_offset(), x.size(), x.stride())
 
@@ -522,7 +516,7 @@ class _Rebound:
     def attributes(self, module: nn.Module) -> None:
         """Those of a module."""
         for name, value in vars(module).items():
-            if name not in _OWN and (other := self._of(value)) is not value:
+            if name not in TABLES and (other := self._of(value)) is not value:
                 vars(module)[name] = other
 
     def _of(self, x: Any) -> Any:
@@ -572,7 +566,7 @@ def _refused(module: nn.Module, error: Exception) -> str:
     said = f"{type(module).__name__} cannot be copied"
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            if key in _OWN:
+            if key in TABLES:
                 continue
             try:
                 with torch.no_grad(), _Tensors():

@@ -25,6 +25,7 @@ from espalier.engine import SpikeError
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.schedules.simulate import can_draw, draw
+from espalier.torch_private import set_last_rates
 from espalier.train.building import (
     build_model,
     build_optimizer,
@@ -640,8 +641,9 @@ class RunCheckpoints:
                     group["initial_lr" if key == "lr" else key] = wanted[key]
         rate = self._schedule.lr_lambdas[0](self._schedule.last_epoch)
         self._schedule.base_lrs = [g["initial_lr"] for g in self._engine.optimizer.param_groups]
-        self._schedule._last_lr = [base * rate for base in self._schedule.base_lrs]
-        for group, lr in zip(self._engine.optimizer.param_groups, self._schedule._last_lr, strict=True):
+        rates = [base * rate for base in self._schedule.base_lrs]
+        set_last_rates(self._schedule, rates)
+        for group, lr in zip(self._engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
 
 

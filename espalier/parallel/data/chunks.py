@@ -25,7 +25,7 @@ from espalier.mesh.parts import joined
 from espalier.parallel.fused import whole_vectors
 from espalier.parallel.plan import Place
 from espalier.tensor import plain, stamp
-from espalier.torch_private import foreach_copy_, foreach_zero_, method, raw, setter
+from espalier.torch_private import foreach_copy_, foreach_zero_, method, own_parameters, raw, setter
 
 _address, _as_strided = method("data_ptr"), method("as_strided")
 _set_data = setter("data")
@@ -626,7 +626,7 @@ def by_unit(members: Sequence[ShardedParam], model: nn.Module) -> list[tuple[lis
         for child in module.children():
             parents.setdefault(id(child), []).append(module)
     for module in model.modules():
-        for p in module._parameters.values():
+        for p in own_parameters(module).values():
             shared = None if p is None else taken.get(id(p))
             if shared is not None and not _is_within(module, users[id(shared)], parents):
                 users[id(shared)].append(module)

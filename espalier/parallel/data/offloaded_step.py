@@ -8,7 +8,7 @@ given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,7 +29,7 @@ from espalier.parallel.plan import Place, Updater
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.torch_private import raw
+from espalier.torch_private import forget_step_hooks, raw
 
 # ---- which of the chunks whose states lie in the host's memory the device updates, by measured speeds
 #
@@ -467,7 +467,7 @@ def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optim
         step = step.__wrapped__  # type: ignore[attr-defined]
     shadow.step = partial(step, shadow)  # type: ignore
     shadow.step.hooked = False  # type: ignore[attr-defined]
-    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    forget_step_hooks(shadow)
     ids = {id(m.p) for m in chunk.members}
     shadow.param_groups = []
     for group in optimizer.param_groups:

@@ -19,7 +19,7 @@ from espalier.parallel.data.disk import Disk, DiskError
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
 from espalier.tensor.dry_runs import unseen
-from espalier.torch_private import raw
+from espalier.torch_private import raw, version_of
 
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
@@ -350,7 +350,7 @@ def _place(t: torch.Tensor) -> tuple[torch.device, int]:
 def _mark(t: torch.Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to, or is another."""
     with raw():
-        return t.data_ptr(), t._version
+        return t.data_ptr(), version_of(t)
 
 
 def choose(sizes: Sequence[int], ratio: float) -> list[bool]:

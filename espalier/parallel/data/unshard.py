@@ -24,19 +24,21 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import is_handed_out, keep_apart, stamp_alias, written_mark
 from espalier.torch_private import (
+    base_of,
     current_graph_task_id,
     foreach_copy_,
-    getter,
+    forward_hooks,
+    memory_id,
     method,
     open_transform,
+    own_parameters,
     raw,
+    read_version,
     set_versions,
 )
 from espalier.trees import tensors_in, tree_map
 
 _address = method("data_ptr")
-_version = getter("_version")
-# private, so it may go
 
 
 class _Marks(NamedTuple):
@@ -322,7 +324,9 @@ class Unsharded:
     def _marks_now(self) -> _Marks:
         uncut = list(map(written_mark, self._uncut))
         with raw():
-            return _Marks(self._times, list(map(_version, self._ps)), list(map(_address, self._ps)), uncut)
+            return _Marks(
+                self._times, list(map(read_version, self._ps)), list(map(_address, self._ps)), uncut
+            )
 
     def _keep_written(self) -> None:
         """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
@@ -377,7 +381,7 @@ class Unsharded:
         If backward asks for it, and no hook has had it gathered, that is an error, never a wrong number.
         """
         if set_versions is not None:
-            set_versions(self._cut, tuple([_version(p) + by for p in self._cut]))
+            set_versions(self._cut, tuple([read_version(p) + by for p in self._cut]))
 
 
 class _Room:
@@ -466,7 +470,7 @@ class Prefetcher:
         self.held = [
             Unsharded(i, chunk, store, partial(bring, i), float8) for i, (_, chunk) in enumerate(chunks)
         ]
-        mesh.emptied.update({g.storage._cdata: g for g in self.held})
+        mesh.emptied.update({memory_id(g.storage): g for g in self.held})
         self._largest = max((g.nbytes for g in self.held), default=0)
         self._of = {id(g.chunk): g for g in self.held}
         # as last seen, with and without gradients
@@ -541,7 +545,7 @@ class Prefetcher:
                 g.users -= 1
             before = out
             out = self._own_memory(out, used)
-            if not (looks_up and len(module._forward_hooks) == 1):
+            if not (looks_up and len(forward_hooks(module)[1]) == 1):
                 out = _before_backward(out, call.needed)
             if not _in_backward():  # else its backward follows
                 for g in used:
@@ -563,14 +567,12 @@ class Prefetcher:
 
     def _own_memory(self, out: Any, used: list[Unsharded]) -> Any:
         """What a module gives, with copies of the views of its parameters."""
-        stores = {g.storage._cdata for g in used}
+        stores = {memory_id(g.storage) for g in used}
         with raw():
             views = {
                 id(x): None
                 for x in tensors_in(out, objects=_OBJECTS)
-                if not isinstance(x, nn.Parameter)
-                and x.layout is torch.strided
-                and x.untyped_storage()._cdata in stores
+                if not isinstance(x, nn.Parameter) and x.layout is torch.strided and memory_id(x) in stores
             }
         return tree_map(lambda x: x.clone() if id(x) in views else x, out) if views else out
 
@@ -706,7 +708,7 @@ def _only_looks_up(module: nn.Module, used: Sequence[Unsharded]) -> bool:
     """
     if type(module) is not nn.Embedding or module.max_norm is not None or module.sparse:
         return False
-    weight = module._parameters.get("weight")  # none if it is made of others, before each call
+    weight = own_parameters(module).get("weight")  # none if it is made of others, before each call
     members = [(g, m) for g in used for m in g.chunk.members if m.p is weight]
     return weight is not None and all(m.dim == 0 and not g.is_away for g, m in members)
 
@@ -794,8 +796,9 @@ def _before_backward(out: Any, need: Callable[..., None]) -> Any:
             return x
         x.grad_fn.register_prehook(need)
         with raw():
-            if x._is_view() and x._base is not None and x._base.grad_fn is not None:
-                x._base.grad_fn.register_prehook(need)
+            base = base_of(x)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(need)
             alias = x.view_as(x)
             alias = stamp_alias(alias, x) if type(x) is DTensor else alias
         assert alias.grad_fn is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
@@ -42,7 +42,15 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
-from espalier.torch_private import getter, method, raw, setter
+from espalier.torch_private import (
+    forget_hooks_after_gradient,
+    getter,
+    gradient_hooks,
+    hooks_after_gradient,
+    method,
+    raw,
+    setter,
+)
 
 # the C functions themselves: this is the way of every step
 _grad, _set_grad, _in_a_row = getter("grad"), setter("grad"), method("is_contiguous")
@@ -232,12 +240,12 @@ class ZeroState:
                 self._move_in(chunk)
 
         for m in self.members:
-            hooks: dict[int, Any] = m.p._backward_hooks or {}
+            hooks = gradient_hooks(m.p)
             hooks.update({n: of_dtensors(hook, gradient_layout(m.full)) for n, hook in hooks.items()})
-            after: Any = m.p._post_accumulate_grad_hooks
+            after = hooks_after_gradient(m.p)
             if cut and after:
                 self._after.append((m.p, after))
-                m.p._post_accumulate_grad_hooks = OrderedDict()
+                forget_hooks_after_gradient(m.p)
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
 
     def _move_in(self, chunk: Chunk) -> None:

@@ -15,13 +15,25 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import HOOKS
 from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
 from espalier.tensor.traces import ABSENT, Apart, apart, is_array, put_back
-from espalier.torch_private import DispatchMode, FakeTensor, FakeTensorMode, raw
+from espalier.torch_private import (
+    HOOK_OPTIONS,
+    HOOKS,
+    TABLES,
+    DispatchMode,
+    FakeTensor,
+    FakeTensorMode,
+    memory_id,
+    own_buffers,
+    own_parameters,
+    raw,
+    sparse_values,
+    version_of,
+)
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
 
@@ -50,8 +62,8 @@ class ValuesError(SplitError):
 def storage_of(x: torch.Tensor) -> int:
     """A number that views of one tensor share, while it lives."""
     if is_sparse(x):
-        x = x.detach().to_sparse_coo()._values()
-    return int(x.untyped_storage()._cdata)
+        x = sparse_values(x.detach().to_sparse_coo())
+    return memory_id(x)
 
 
 class Value(NamedTuple):
@@ -570,7 +582,7 @@ class ProgramBody(NamedTuple):
             else:
                 owner, _, key = place.rpartition(".")
                 module = model.get_submodule(owner)
-                x = (module._parameters if kind == "parameter" else module._buffers)[key]
+                x = (own_parameters(module) if kind == "parameter" else own_buffers(module))[key]
             env[number] = x.clone() if clone else x
         return env
 
@@ -578,10 +590,6 @@ class ProgramBody(NamedTuple):
 # ---- what stands for a model's parameters while it is traced, and that the model is left as it was
 
 
-_BESIDE = (
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
-_HELD = ("_parameters", "_buffers", "_modules")
 DICTS = (dict, OrderedDict, defaultdict, Counter)  # what modules may remember things in
 
 
@@ -636,7 +644,7 @@ class ModelStandIns:
         holders: dict[int, set[str]] = {}
         for name, m in model.named_modules():
             for key, x in vars(m).items():
-                if key not in _HELD and (isinstance(x, torch.Tensor) or put_back(x) is not None):
+                if key not in TABLES and (isinstance(x, torch.Tensor) or put_back(x) is not None):
                     holders.setdefault(id(x), set()).add(name)
         sharing: dict[str, set[str]] = {}
         for name, keys in changes.items():
@@ -696,12 +704,12 @@ def _remembered(m: nn.Module) -> dict[str, Any]:
     """What a forward may set: of tensors, how often they were written to, too; of buffers, which they are."""
     with raw():
         attributes = {k: _marked(x) for k, x in attributes_of(m).items()}
-    return {**attributes, **m._buffers}
+    return {**attributes, **own_buffers(m)}
 
 
 def _marked(x: Any) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
-        return x, 0 if x.is_inference() else x._version
+        return x, version_of(x)
     if type(x) in (list, tuple, deque):
         return [*map(_marked, x)]
     if is_array(x):
@@ -711,7 +719,7 @@ def _marked(x: Any) -> Any:
 
 def attributes_of(m: nn.Module) -> dict[str, Any]:
     """The attributes of a module that it or others may set."""
-    attributes = {k: x for k, x in vars(m).items() if k not in (*_HELD, *HOOKS, *_BESIDE)}
+    attributes = {k: x for k, x in vars(m).items() if k not in (*TABLES, *HOOKS, *HOOK_OPTIONS)}
     return {k: copy.copy(x) if type(x) in (list, set, deque, *DICTS) else x for k, x in attributes.items()}
 
 

@@ -29,6 +29,7 @@ from espalier.tensor.before import is_of_torch
 from espalier.tensor.loans import written_mark
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import is_array
+from espalier.torch_private import own_buffers
 
 _TOLD = (
     torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device,
@@ -266,7 +267,7 @@ def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
         for key in () if is_of_torch(module) else keys:
             value = value_at(model, name, key)
             if may_be_told(value):
-                found[Place(name, key, key in module._buffers)] = value
+                found[Place(name, key, key in own_buffers(module))] = value
     return found
 
 
@@ -280,12 +281,12 @@ def _written(model: nn.Module, before: Snapshot) -> dict[Place, torch.Tensor]:
 def value_at(model: nn.Module, name: str, key: str) -> Any:
     """What an attribute or buffer of a module of the model is; if there is none, what says so."""
     module = model.get_submodule(name)
-    return (module._buffers if key in module._buffers else vars(module)).get(key, _Gone())
+    return (own_buffers(module) if key in own_buffers(module) else vars(module)).get(key, _Gone())
 
 
 def put(module: nn.Module, key: str, value: Any, is_buffer: bool = False) -> None:
     """Let an attribute or buffer be a value, in the same container if it is one of that kind."""
-    table: dict[str, Any] = module._buffers if is_buffer else vars(module)
+    table: dict[str, Any] = own_buffers(module) if is_buffer else vars(module)
     if isinstance(value, _Gone):
         table.pop(key, None)
         return

@@ -30,7 +30,7 @@ from espalier.parallel.schedules.simulate import Timeline
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dry_runs import Draw
 from espalier.tensor.dtensor import layout_of, redistribute
-from espalier.torch_private import raw
+from espalier.torch_private import gradient_hooks, raw
 
 Trees = tuple[Any, ...]
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
@@ -623,4 +623,5 @@ def _parted(
 
 
 def _is_hooked(node: Node) -> bool:
-    return bool(getattr(getattr(node, "variable", None), "_backward_hooks", None))
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    return leaf is not None and bool(gradient_hooks(leaf))

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.blocks import HOOKS
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
@@ -29,7 +28,7 @@ from espalier.tensor.before import Before, reached
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import Apart, on_meta, put_back, untraced
-from espalier.torch_private import raw
+from espalier.torch_private import HOOKS, own_buffers, raw
 from espalier.trees import flatten, unflatten
 
 _MOST_KNOWN = 256
@@ -114,8 +113,8 @@ class ShapeInference:
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
-                for name, b in ours._buffers.items():
-                    _follow(theirs._buffers, name, b)
+                for name, b in own_buffers(ours).items():
+                    _follow(own_buffers(theirs), name, b)
             for p, dry_p in zip(self._model.parameters(), self._twin.parameters(), strict=True):
                 dry_p.requires_grad = p.requires_grad
             for (name, attribute), value in remembered.items():

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as _every_module
 
 from espalier.comm.custom_ops import recording
 from espalier.layout import Layout
@@ -30,9 +29,15 @@ from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import Go, Watcher, watchers, watching
 from espalier.tensor.saved import outer_hooks
-from espalier.torch_private import TorchDispatchMode, raw
+from espalier.torch_private import (
+    FORWARD_HOOKS,
+    TorchDispatchMode,
+    forward_hooks,
+    hooks_of_all_modules,
+    raw,
+    version_of,
+)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _Facts = tuple[tuple[int, ...], torch.dtype, bool]
 
 
@@ -90,9 +95,9 @@ class SingleRank:
         others = [w for w in watchers() if followed is None or w is not followed.watcher]
         if any(w.passes for w in others) or recording():
             return False
-        if any(getattr(_every_module, f"_global{name}") for name in _HOOKS):
+        if any(hooks_of_all_modules(FORWARD_HOOKS)):
             return False
-        hooked = [m for m in program.inner if m._forward_hooks or m._forward_pre_hooks]
+        hooked = [m for m in program.inner if any(forward_hooks(m))]
         return not any(map(_is_hooked, hooked))
 
     def __call__(self, program: StageProgram, env: Env, here: torch.device, plain: bool = False) -> None:
@@ -151,7 +156,7 @@ def as_plain(*programs: StageProgram) -> Iterator[None]:
 
 
 def _is_hooked(m: nn.Module) -> bool:
-    hooks = [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]
+    hooks = [hook for table in forward_hooks(m) for hook in table.values()]
     return any(
         (getattr(hook, "__module__", None) or "").partition(".")[0] != "transformers" for hook in hooks
     )
@@ -310,7 +315,7 @@ class DeferredWeightGrads:
         with torch.no_grad(), raw():
             while self._products:
                 weight, bias, x, version, grad = self._products.popleft()
-                if x._version != version:
+                if version_of(x) != version:
                     raise RuntimeError(
                         f"A tensor of the shape {list(x.shape)} that entered a linear layer has been written "
                         "to since, and the gradient of the layer's weight needs it as it was."
@@ -357,7 +362,7 @@ class PutOffDry(Watcher):
             node = _product_of(out)
             if node is not None:
                 entered = plain(x)
-                node.register_prehook(partial(self._later.add, weight, bias, entered, entered._version))
+                node.register_prehook(partial(self._later.add, weight, bias, entered, version_of(entered)))
         return out
 
 
@@ -387,7 +392,7 @@ class _Weight(nn.Parameter):
                     out = F.linear(x, weight.bare, None if bias is None else bias.bare)
                     node = _product_of(out)
                     if node is not None and out.dtype is x.dtype:  # no autocast
-                        node.register_prehook(partial(weight.later.add, weight, bias, x, x._version))
+                        node.register_prehook(partial(weight.later.add, weight, bias, x, version_of(x)))
                         return out
             return func(*args, **(kwargs or {}))
 

@@ -39,7 +39,7 @@ from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.observers import user_frame
 from espalier.texts import similar
-from espalier.torch_private import disable_modes, getter, raw
+from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 
 Runner = Callable[["StageProgram", Env, torch.device], None]
 _TRACES = 64  # kept for batches of different shapes
@@ -167,8 +167,8 @@ class StageProgram:
         called = [self._modules[step.func] for step in self.steps if isinstance(step.func, str)]
         self.inner = tuple(dict.fromkeys(m for outer in called for m in outer.modules()))
         places = [(self._modules[owner], key) for owner, _, key in (n.rpartition(".") for n in self.uses)]
-        self._parameters = [(m._parameters, key) for m, key in places if key in m._parameters]
-        self._buffers = [(m._buffers, key) for m, key in places if key in m._buffers]
+        self._parameters = [(own_parameters(m), key) for m, key in places if key in own_parameters(m)]
+        self._buffers = [(own_buffers(m), key) for m, key in places if key in own_buffers(m)]
 
 
 class Split:
@@ -278,9 +278,9 @@ class _Family:
         self.written: set[str] = set()
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
-        self._children = [child for m in self._modules for child in m._modules.values()]
-        self._held = [m._parameters for m in self._modules if m._parameters]
-        self._buffers = [m._buffers for m in self._modules]
+        self._children = [child for m in self._modules for child in own_modules(m).values()]
+        self._held = [own_parameters(m) for m in self._modules if own_parameters(m)]
+        self._buffers = [own_buffers(m) for m in self._modules]
 
     def trace(self, batch: Any) -> Trace:
         with disable_modes():  # who counts memory or operations is not to count these
@@ -331,7 +331,7 @@ class _Family:
         Raises:
             SplitError: the model has other modules than when it was divided.
         """
-        if [child for m in self._modules for child in m._modules.values()] != self._children:
+        if [child for m in self._modules for child in own_modules(m).values()] != self._children:
             known = {id(m) for m in self._modules}
             new = [
                 f"{name!r} ({type(m).__name__})"
@@ -570,7 +570,7 @@ def _within(
             continue
         divided = modules[part.name]
         lost = part.name in traced.changed or family.stand_ins.hooked(divided) or "forward" in vars(divided)
-        if not lost and not divided._parameters:
+        if not lost and not own_parameters(divided):
             result[label] = call.start
             taken.add(call.start)
     return result

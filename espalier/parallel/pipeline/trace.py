@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +54,10 @@ from espalier.torch_private import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    forget_backward_hooks,
+    own_buffers,
+    own_parameters,
+    version_of,
 )
 from espalier.trees import tensors_in
 
@@ -110,7 +113,7 @@ def _traced(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = stack.enter_context(_copied(stand_ins, fake, batch))
         for module in twin.module.modules():  # there is no graph here to hook into
-            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+            forget_backward_hooks(module)
         before = stand_ins.snapshot(twin.module)
         recorded = _recorded(twin, device, fake, whole, is_watched)
         if changes := stand_ins.changes(twin.module, before):
@@ -119,7 +122,7 @@ def _traced(
             places = [(name, key) for name, keys in changes.items() for key in keys]
             places = [(name, key) for name, key in places if not is_of_torch(modules[name])]
             recorded.remembers = bool(places)
-            recorded.sets = {(name, key) for name, key in places if key not in modules[name]._buffers}
+            recorded.sets = {(name, key) for name, key in places if key not in own_buffers(modules[name])}
             recorded.tensors = {
                 (name, key) for name, key in recorded.sets if tensors_in([vars(modules[name]).get(key)])
             }
@@ -130,7 +133,7 @@ def _traced(
             for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
             recorded.first = {
-                Place(name, key, key in modules[name]._buffers): value
+                Place(name, key, key in own_buffers(modules[name])): value
                 for name, key in places
                 if key not in later.get(name, ()) and _is_known(value := value_at(twin.module, name, key))
             }
@@ -426,7 +429,7 @@ class _Recorder(TorchFunctionMode):
         if self._quiet or name in METADATA:
             return func(*args, **kwargs)
         tensors = leaves((args, kwargs), torch.Tensor)
-        versions = [x._version for x in tensors]
+        versions = [version_of(x) for x in tensors]
         reads = mapped(self.ref, (args, kwargs))
         numbers = tuple(dict.fromkeys(x.number for x in leaves(reads, Ref)))
         local = all(self._is_local(n) for n in numbers)
@@ -451,7 +454,7 @@ class _Recorder(TorchFunctionMode):
         work, drew = self.worked.taken(), self.worked.random
         outputs = leaves(out, torch.Tensor)
         _refuse_sparse(self.model, ((f"what {name_of(func)} gives in its forward", x) for x in outputs))
-        written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if x._version != v}
+        written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if version_of(x) != v}
         written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if answer is not None:
             self.trace.answers.append((self._path[-1] if self._path else -1, len(self.trace.ops), answer))
@@ -543,7 +546,7 @@ def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[dict[torch.Tensor,
     table: Any
     stood: dict[torch.Tensor, torch.Tensor] = {}
     for m in modules:
-        for table in (m._parameters, m._buffers):
+        for table in (own_parameters(m), own_buffers(m)):
             for key, x in table.items():
                 if isinstance(x, FakeTensor):
                     kept.append((table, key, x))

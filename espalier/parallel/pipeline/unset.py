@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from espalier.tensor.traces import ABSENT
+from espalier.torch_private import BUFFERS
 from espalier.trees import leaves
 
 
@@ -88,7 +89,7 @@ class _Watched:
             if module in self.noted:
                 asked, name = self.noted[module]
                 asked.add(name)
-            for table in (vars(module), vars(module).get("_buffers", {})):
+            for table in (vars(module), vars(module).get(BUFFERS, {})):
                 if self._key in table:
                     return table[self._key]
         for base in owner.__mro__:

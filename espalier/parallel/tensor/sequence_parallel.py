@@ -36,7 +36,7 @@ from espalier.parallel.tensor.tables import parts_of, transposed
 from espalier.tensor.dispatch import Move, _moved, _shard_of
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp, up_to_date
 from espalier.tensor.saved import Shard, close_saving, gather_before_backward, open_saving
-from espalier.torch_private import raw
+from espalier.torch_private import PARAMETERS, own_parameters, raw
 from espalier.trees import tensors_in, tree_map
 
 Call = Callable[..., Any]
@@ -131,12 +131,12 @@ def _norm(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str,
     x = next(iter(tensors_in((args, kwargs))), None)
     if type(x) is not DTensor or x._layout.axes[axis] == D or isinstance(x._layout.axes[axis], int):
         return own(*args, **kwargs)
-    before = module._parameters
-    module._parameters = {name: p if p is None else _once(p, axis) for name, p in before.items()}
+    before = own_parameters(module)
+    vars(module)[PARAMETERS] = {name: p if p is None else _once(p, axis) for name, p in before.items()}
     try:
         return own(*args, **kwargs)
     finally:
-        module._parameters = before
+        vars(module)[PARAMETERS] = before
 
 
 def _once(p: Any, axis: int) -> Any:
@@ -149,7 +149,7 @@ def _lookup(module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[st
     ids, *rest = args or kwargs.values()
     if rest or not isinstance(ids, torch.Tensor):
         return own(*args, **kwargs)
-    table: Any = module._parameters.get("weight")  # not what a parametrization would make here
+    table: Any = own_parameters(module).get("weight")  # not what a parametrization would make here
     if table is None:
         return own(*args, **kwargs)
     layout = table._layout.own

@@ -19,7 +19,7 @@ from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
 from espalier.sharding.spec import Placed, Runner, Spec
 from espalier.tensor.dtensor import DTensor, plain
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw, version_of
 
 
 def fail_together(spec: Spec, run: Runner | None, placed: Placed) -> Runner | None:
@@ -191,7 +191,7 @@ class CountsAhead:
                     and _cuts(tensors[i]._layout) == set(kind.axes)
                 ):
                     count = TargetCount(x, kind, tensors[i]._layout.mesh, None)
-                    self._sent[i, kind] = count, x._version
+                    self._sent[i, kind] = count, version_of(x)
         token = counts_ahead.set(self)
         try:
             yield
@@ -214,7 +214,7 @@ class CountsAhead:
                 return None
             self._wanted[i, kind] = None
             count, version = self._sent.get((i, kind), (None, 0))
-            return count if x._version == version else None
+            return count if version_of(x) == version else None
         return None
 
 
@@ -239,7 +239,7 @@ def is_alike(x: Any) -> bool:
 
 def _place(x: torch.Tensor) -> tuple[Any, ...]:
     """Which memory it is; also on a dry mesh, where none has an address."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
+    return memory_id(x), x.storage_offset(), x.numel(), x.dtype
 
 
 def _cuts(layout: Layout) -> set[int]:

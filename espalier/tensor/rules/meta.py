@@ -20,14 +20,22 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, 
 from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
-from espalier.torch_private import dual_parts, forward_dual, plain_call, raw, tensor_attributes
+from espalier.torch_private import (
+    ASIDE,
+    TYPED_STORAGE,
+    dual_parts,
+    forward_dual,
+    plain_call,
+    raw,
+    tensor_attributes,
+)
 
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
     is_contiguous register_post_accumulate_grad_hook
     is_set_to share_memory_ is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
-    _is_view __hash__ __dlpack_device__ dim_order _has_compatible_shallow_copy_type
+    __hash__ __dlpack_device__ dim_order
 """.split()
 
 
@@ -40,7 +48,7 @@ def _attributes() -> Iterator[Any]:
             yield attribute.__set__
 
 
-@special(*spellings(*_ASIDE), *_attributes())
+@special(*spellings(*_ASIDE, *ASIDE), *_attributes())
 def aside(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -297,6 +305,6 @@ def same_size(
 
 
 special(*spellings("data_ptr", "const_data_ptr", "__dlpack__"))(loans.address)
-special(*spellings("untyped_storage", "storage", "_typed_storage"))(loans.storage)
+special(*spellings("untyped_storage", "storage", TYPED_STORAGE))(loans.storage)
 special(torch.Tensor.storage_offset)(loans.storage_offset)
 special(torch.Tensor.__cuda_array_interface__.__get__)(loans.interface)
