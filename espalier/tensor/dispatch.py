@@ -35,7 +35,7 @@ from espalier.tensor.fallback import (
     writes,
 )
 from espalier.tensor.meshes import SeveralMeshesError, mesh_of, together
-from espalier.tensor.observers import DOOR
+from espalier.tensor.observers import DOOR, shown
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.joint_failure import fail_together
 from espalier.tensor.saved import (
@@ -312,9 +312,9 @@ def dispatch(
     is_shown: bool = False,
 ) -> Any:
     """``DTensor.__torch_function__``, of a call that watchers are shown first, unless they were."""
-    if DOOR.show is not None and not is_shown:
+    if DOOR.watchers and not is_shown:
         kwargs = kwargs or {}
-        return DOOR.show(partial(carry_out, cls, func, types, args, kwargs), func, args, kwargs)
+        return shown(partial(carry_out, cls, func, types, args, kwargs), func, args, kwargs)
     slot = _slots.get(func)
     if slot is None:
         slot = _slots[func] = _Slot(func)

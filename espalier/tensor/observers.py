@@ -64,12 +64,12 @@ def watching(watcher: Watcher) -> Iterator[None]:
     if any(other is watcher for other in watchers()):
         yield
         return
-    _install((*watchers(), watcher))
+    DOOR.watchers = (*watchers(), watcher)
     try:
         with observed(watcher) if watcher.traffic else nullcontext():
             yield
     finally:
-        _install(tuple(other for other in watchers() if other is not watcher))
+        DOOR.watchers = tuple(other for other in watchers() if other is not watcher)
 
 
 def watchers() -> tuple[Watcher, ...]:
@@ -87,25 +87,20 @@ class Door:
     """What calls pass on their way into the dispatcher.
 
     Attributes:
-        watchers: those that are open.
-        show: shows them a call, the last of them first, and has it carried out; None without any.
+        watchers: those that are open; each call is shown to them first.
     """
 
-    __slots__ = ("show", "watchers")
+    __slots__ = ("watchers",)
 
     def __init__(self) -> None:
         self.watchers: tuple[Watcher, ...] = ()
-        self.show: Callable[..., Any] | None = None
 
 
 DOOR = Door()
 
 
-def _install(wanted: tuple[Watcher, ...]) -> None:
-    DOOR.watchers, DOOR.show = wanted, _watched if wanted else None
-
-
-def _watched(go: Go, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def shown(go: Go, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that watchers are shown, the last of them first, before it is carried out."""
     for watcher in DOOR.watchers:
         go = partial(watcher.around, func, args, kwargs, go)
     return go()
@@ -282,7 +277,7 @@ def library_function() -> str:
 
 # what torch puts around its functions
 _AROUND = (contextlib.__file__, typing_extensions.__file__)
-_WATCHED: CodeType = _watched.__code__
+_WATCHED: CodeType = shown.__code__
 _METHODS = tuple(
     os.path.join(_OURS, "tensor", f"{name}.py") for name in ("dispatch", "dtensor", "api", "shortcuts")
 )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import espalier
 from espalier import DTensor, Explanation, GatherWarning, Mesh, Partial, Plan, Replicate, Shard
 from espalier.models import build
-from espalier.tensor.observers import DOOR, watchers
+from espalier.tensor.observers import watchers
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -144,7 +144,7 @@ def test_a_training_step_of_a_model(mesh: Mesh) -> None:
 
 
 def test_contexts_nest_and_leave_the_dispatcher_as_it_was(mesh: Mesh) -> None:
-    assert not watchers() and DOOR.show is None and not mesh.ledgers
+    assert not watchers() and not mesh.ledgers
     x = zeros(mesh, (8, 6), S(0), R)
     with espalier.explaining() as outer:
         x.sin()
@@ -159,5 +159,5 @@ def test_contexts_nest_and_leave_the_dispatcher_as_it_was(mesh: Mesh) -> None:
     assert inner.rows[-1].sent == [("all_reduce", "only", 16)], "a mesh made meanwhile is watched too"
     with pytest.raises(RuntimeError, match="stop"), espalier.explaining():
         raise RuntimeError("stop")
-    assert not watchers() and DOOR.show is None
+    assert not watchers()
     assert not mesh.ledgers and not other.ledgers and not Mesh.everywhere
