@@ -115,15 +115,15 @@ def _holds(tree: Any, sought: tuple[type, ...]) -> bool:
     return inner is not None and any(_holds(x, sought) for x in inner)
 
 
-def named_leaves(tree: Any, opened: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Any, opened: Callable[[str, Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of mappings and sequences, each with its name: keys and places, joined by dots.
 
     Args:
         tree: the containers.
-        opened: whether one is opened.
+        opened: whether one of a name is opened.
         name: the tree's own.
     """
-    if not opened(tree):
+    if not opened(name, tree):
         yield name, tree
         return
     for key, x in tree.items() if isinstance(tree, Mapping) else enumerate(tree):

@@ -13,7 +13,7 @@ from torch import nn
 
 from espalier.checkpoint.index import FormatError
 from espalier.checkpoint.megatron import in_names_of
-from espalier.checkpoint.sources import TREES, TensorSource, open_any
+from espalier.checkpoint.sources import TREES, TensorSource, is_extra_state, open_any
 from espalier.layout.layout import Box
 from espalier.texts import listed
 
@@ -71,8 +71,8 @@ class Foreign(TensorSource):
         optimizer: of the model; None to leave its states.
 
     Attributes:
-        values: ``optimizer``: its ``groups`` (``names`` of parameters and ``options``), and ``states`` that
-            are no tensors.
+        values: ``model``: what modules are to be given by ``set_extra_state``; ``optimizer``: its ``groups``
+            (``names`` of parameters and ``options``), and ``states`` that are no tensors.
 
     Raises:
         FormatError: tensors are missing, have another shape, or are there and not in the model; there are no
@@ -87,7 +87,9 @@ class Foreign(TensorSource):
         self._source = source
         state = model.state_dict(keep_vars=True)
         ties = tied(model)
-        wanted = {n: tuple(x.shape) for n, x in state.items() if hasattr(x, "shape")}
+        wanted = {
+            n: tuple(x.shape) for n, x in state.items() if hasattr(x, "shape") and not is_extra_state(n)
+        }
         before = {name: _ADAPTED.sub("", name) for name in wanted}
         base = getattr(model, "base_model_prefix", "") or ""
         cut, prefix = _rule(base, list(before.values()), source.entries)
@@ -106,7 +108,12 @@ class Foreign(TensorSource):
         for name in adapters:
             del names_of[name]
         used = {theirs for names in names_of.values() for theirs in names}
-        left = [n for n in source.entries if n.startswith(prefix) and n not in used]
+        extra = {prefix + n.removeprefix(cut): n for n in state if is_extra_state(n)}
+        # a file may have been written by what keeps none
+        said = {n: source.values[theirs] for theirs, n in extra.items() if theirs in source.values}
+        self.values = {"model": said}
+        every = *source.entries, *filter(is_extra_state, source.values)
+        left = [n for n in every if n.startswith(prefix) and n not in used and n not in extra]
         self._check(model, {name: (wanted[name], names) for name, names in names_of.items()}, left)
         self._names = {f"model.{n}": names_of[ties.get(n, n)] for n in wanted if n not in adapters}
         if optimizer is not None:
@@ -116,7 +123,8 @@ class Foreign(TensorSource):
             reader = StoredOptimizer(source, order, known)
             reader.check(order, optimizer)
             self._names |= {f"optimizer.state.{at}": [theirs] for at, theirs in reader.tensors.items()}
-            self.values = {"optimizer": {"groups": reader.groups, "states": reader.states}}
+            told = {"groups": reader.groups, "states": reader.states}
+            self.values = {"model": said, "optimizer": told}
         self.entries = {name: source.entries[theirs[0]] for name, theirs in self._names.items()}
 
     def _check(

@@ -212,7 +212,8 @@ class Loaded(TensorSource):
         self._tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
         for name, x in flat(loaded):
-            if isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized:
+            is_plain = isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized
+            if is_plain and not is_extra_state(name):
                 self._tensors[name] = x.detach()
                 self.entries[name] = TensorInfo(tuple(x.shape), x.dtype)
             else:
@@ -252,9 +253,16 @@ def flat(tree: Any) -> Iterator[tuple[str, Any]]:
     return named_leaves(tree, _is_tree)
 
 
-def _is_tree(x: Any) -> bool:
+def _is_tree(name: str, x: Any) -> bool:
+    if is_extra_state(name):
+        return False
     kinds = (Mapping, list, torch.Tensor)
     return isinstance(x, Mapping) or (isinstance(x, list) and any(isinstance(y, kinds) for y in x))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an item of a state dict is what a module's ``get_extra_state`` gave."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 class Sharded(TensorSource):

@@ -228,7 +228,12 @@ class Awaited:
             if not isinstance(inner, Awaited) or not isinstance(parts, int | float):
                 break
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
+            inner._is_retained = whole._is_retained
             whole = inner
+
+    def _is_over(self) -> bool:
+        """Whether it has gone back, and is not to do so again: what is made of it is made of its value."""
+        return self._has_gone_back and not self._is_retained
 
     def value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
@@ -415,7 +420,7 @@ def _done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What writes to a tensor is done at once, with values; nothing could go back through it."""
     awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
-    if not any(x._wants_grad() for x in awaited):
+    if all(x._is_over() or not x._wants_grad() for x in awaited):
         return _done(func, args, kwargs)
     if name in _IN_PLACE:  # the name is the sum's from now on
         return _kept(_IN_PLACE[name], args, kwargs)
@@ -428,7 +433,7 @@ def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: M
 
 def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
-    if all(x._has_gone_back for x in awaited):  # it is there: a sum of losses over steps, say
+    if all(x._is_over() for x in awaited):  # a sum of losses over steps, say
         return _done(func, args, kwargs)
     if not kwargs and (terms := _added(func, args)) is not None:
         return terms

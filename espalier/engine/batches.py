@@ -344,7 +344,7 @@ def _stretch(start: int, n: int) -> Callable[[Any], Any]:
 
 def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with rows, and where they stand."""
-    leaves = named_leaves(batch, lambda x: isinstance(x, Mapping | tuple | list))
+    leaves = named_leaves(batch, lambda _, x: isinstance(x, Mapping | tuple | list))
     return [(name or "batch", x) for name, x in leaves if _has_rows(x)]
 
 

@@ -19,7 +19,7 @@ from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options,
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
 from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
-from espalier.checkpoint.sources import Loaded, TensorSource, open_any
+from espalier.checkpoint.sources import Loaded, TensorSource, is_extra_state, open_any
 from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
 from espalier.comm.redistribute import carry_out
@@ -127,7 +127,7 @@ def index_and_tree(
 
     said = dict(values)
     said["extra"] = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in extra.items()}
-    said["model"] = {n: x for n, x in state.items() if is_value(n)}
+    said["model"] = {n: x for n, x in state.items() if is_extra_state(n)}
     if optimizer is not None:
         said["optimizer"] = {
             "class": _kind_of(optimizer),
@@ -242,8 +242,7 @@ def restore(
     raise_conflicts(checkpoint, lines)
     loading = Loading(checkpoint, module, optimizer, mesh)
     loading.run(data, own.optimizer)
-    for name, value in values["model"].items():
-        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    _set_extra_states(module, values["model"])
     random = torch.get_rng_state()
     loading.read(_RANDOM, random, Layout.replicated(mesh, tuple(random.shape)))
     stream, row = device_stream(mesh), None
@@ -450,11 +449,6 @@ _SHOWN = 40
 _FORMER_KINDS = {"Muon and AdamW": "Mixed"}
 
 
-def is_value(name: str) -> bool:
-    """Whether an item of a state dict is what a module's ``get_extra_state`` gave."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
 def _own_state(module: nn.Module) -> dict[str, Any]:
     """A model's state dict, with its parameters themselves."""
     return module.state_dict(keep_vars=True)
@@ -462,7 +456,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a state dict."""
-    return {name: x for name, x in state.items() if not is_value(name)}
+    return {name: x for name, x in state.items() if not is_extra_state(name)}
 
 
 def states_of(checkpoint: TensorSource) -> dict[str, dict[str, TensorInfo]]:
@@ -480,9 +474,13 @@ def conflicts(
     optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
     """One line for each."""
-    tensors = state_tensors(_own_state(module))
-    saved = checkpoint.under("model.")
+    state = _own_state(module)
+    tensors = state_tensors(state)
+    saved = {n: e for n, e in checkpoint.under("model.").items() if "_extra_state" not in n.split(".")}
     lines = [f"missing from it: {n} {list(x.shape)}" for n, x in tensors.items() if n not in saved]
+    told = checkpoint.values["model"]
+    lines += [f"missing from it: {n}" for n in state if n not in tensors and n not in told]
+    lines += [f"not in the model: {n}" for n in told if n not in state]
     lines += [f"not in the model: {n} {list(e.shape)}" for n, e in saved.items() if n not in tensors]
     lines += [
         f"{name}: {list(entry.shape)} in it, {list(tensors[name].shape)} in the model"
@@ -550,8 +548,14 @@ def load_weights(
     loading = Loading(weights, own.module, own.optimizer if optimizer else None, own.mesh)
     loading.run(data, own.optimizer)
     agreed(loading.error, own.mesh, ValueError)
+    _set_extra_states(own.module, weights.values["model"])
     if optimizer and own.optimizer is not None:
         set_options(own.optimizer, own.module, weights.values["optimizer"]["groups"])
+
+
+def _set_extra_states(module: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 class WeightsFormat(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from espalier.checkpoint.sources import is_extra_state
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import mapped
 
@@ -92,6 +93,8 @@ class Surface(ABC):
         own = self.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
+        if strict and (lost := [name for name in missing if is_extra_state(name)]):
+            raise ValueError(f"The state dict lacks {', '.join(lost)}: give all of it, or say strict=False.")
         if not strict:
             held = self.full_state_dict() if missing else {}
             state = {name: state[name] if name in state else held[name] for name in own}

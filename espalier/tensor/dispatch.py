@@ -252,7 +252,8 @@ class CachedCall:
 def _plain(x: Any, mesh: Mesh) -> Any:
     if type(x) is DTensor:
         out = x.as_subclass(torch.Tensor)
-        if _is_leaf(x):  # a real run has no such view, and gradients come in the order of what has
+        # a real run has no such view, and gradients come in the order of what has
+        if _grad_enabled() and _is_leaf(x):
             go_at_once(out)
         return out
     return on_dry(x, mesh) if isinstance(x, torch.Tensor) else x

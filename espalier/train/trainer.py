@@ -656,7 +656,7 @@ def _directory(job: Job) -> Path | None:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What two jobs say differently, a line each."""
-    before, after = (dict(named_leaves(x, lambda y: isinstance(y, Mapping))) for x in (then, now))
+    before, after = (dict(named_leaves(x, lambda _, y: isinstance(y, Mapping))) for x in (then, now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {_shown(before, key)} then, {_shown(after, key)} now"

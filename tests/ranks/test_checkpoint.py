@@ -252,11 +252,25 @@ def test_any_optimizer(ranks: Any, tmp_path: Path) -> None:
     ranks(2, any_optimizer, tmp_path)
 
 
+class Told(nn.Dropout):
+    """It has more to save than parameters and buffers."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.told: Any = {"scales": torch.zeros(2), "calls": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
 def untold() -> nn.Module:
     """Nothing says how it lies but a batch."""
     torch.manual_seed(4)
     net = nn.Sequential(
-        nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 12), nn.Linear(12, 6)
+        nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), Told(0.3), nn.Linear(16, 12), nn.Linear(12, 6)
     )
     net[2].register_buffer("seen", torch.zeros(3))
     net[5].bias.requires_grad_(False)
@@ -285,6 +299,7 @@ def loads_early(rank: int, world: int, folder: Path) -> None:
         for drawn in batches[:2]:
             engine.train_step(drawn)
         engine.module[2].seen += 7.0
+        told = engine.module[3].told = {"scales": torch.ones(2), "calls": 3 + i}
         saved = engine.save(folder / str(i))
         weights, states = engine.state_dict(), whole_states(engine.optimizer.state_dict())
         files = folder / f"{i}-{rank}.pt"
@@ -306,12 +321,19 @@ def loads_early(rank: int, world: int, folder: Path) -> None:
                 engine = begun(**given)
                 take(engine)
                 held = engine.state_dict()
-                assert all(torch.equal(x, held[name]) for name, x in weights.items()), (plan, take)
+                taken = held.pop("3._extra_state")
+                assert taken["calls"] == told["calls"] and torch.equal(taken["scales"], told["scales"])
+                assert all(torch.equal(x, weights[name]) for name, x in held.items()), (plan, take)
                 torch.manual_seed(1)  # of dropout
                 losses.append([engine.train_step(drawn).item() for drawn in batches[2:]])
                 if take is by_load:
                     assert engine.steps == 5
             assert losses[0] == losses[1], (plan, take)
+        for name in ("3._extra_state", "0.weight"):
+            with pytest.raises(ValueError, match=name):
+                engine.load_state_dict({key: x for key, x in weights.items() if key != name})
+        with pytest.raises(ValueError, match=r"4\._extra_state is not in the model"):
+            engine.load_state_dict({**weights, "4._extra_state": 1})
 
 
 def test_what_is_loaded_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:

@@ -113,6 +113,35 @@ def taken(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     return [*seen, nn.utils.clip_grad_norm_(held, 0.05)]
 
 
+def met(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Two losses of one call: the gradients of each, and then those of their sum."""
+    output = model(torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
+    losses, held = [output.square().mean(), output.tanh().mean()], list(model.parameters())
+    gradients = [torch.autograd.grad(loss, held, retain_graph=True) for loss in losses]
+    dot = torch.stack([(a * b).sum() for a, b in zip(*gradients, strict=True)]).sum()
+    (losses[0] + 2 * losses[1]).backward()
+    if dot.item() < 0:
+        held[0].grad = gradients[0][0] + held[0].grad
+    return [dot, *(loss.item() for loss in losses)]
+
+
+def followed(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Losses are added up after the optimizer's step; rows of parameters are written to, and values."""
+    if step == 0:
+        optimizer.total = 0.0
+    else:
+        optimizer.total += optimizer.last
+    optimizer.last = loss = loss_of(model, step)
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p[0] *= 0.9
+            if p.ndim == 2:
+                p[:, 1].add_(0.01)
+                p[1, 2] = 0.3
+    return [float(torch.as_tensor(optimizer.total).detach())]
+
+
 def given(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     """Gradients by hand, alone and before a loss goes back."""
     if step == 0:
@@ -133,6 +162,8 @@ PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
     sparse: (layers, Tied),
     weighed: (layers,),
     taken: (layers,),
+    met: (layers,),
+    followed: (layers, Tied),
     given: (layers,),
 }
 PLANS: tuple[dict[str, Any], ...] = (
@@ -176,6 +207,7 @@ def same(rank: int, world: int) -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:add_ has no sharding rule:espalier.GatherWarning")
 def test_sums_penalties_and_gradients_by_hand(ranks: Any) -> None:
     ranks(4, same)
 
