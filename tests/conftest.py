@@ -55,8 +55,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """Python's end is to find all; libraries would say that they leaked what it does not."""
-    gc.unfreeze()
+    """Python's end is to find all; libraries would say that they leaked what it does not.
+
+    Of many processes none comes to it: they need not look through all there is.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
