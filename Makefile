@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # processes of pytest that share the suite, each with ranks of its own: on two cores more of them take each other's caches
 JOBS ?= 2
 
-.PHONY: setup demo test bench experiments gpu zoo docs lint
+.PHONY: setup demo test bench experiments gpu zoo docs lint types style
 
 setup: $(READY)
 
@@ -54,10 +54,16 @@ docs: $(READY)
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open build/site/index.html"
 
+# mypy takes longest, on one core: the rest goes beside it
 lint: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 types style
+
+types: $(READY)
+	$(BIN)/mypy $(TORCH:%=--cache-dir $(VENV)/.mypy_cache)
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TORCH:%=--cache-dir $(VENV)/.mypy_cache)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/private.py
 	$(BIN)/python tools/devices.py

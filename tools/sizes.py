@@ -6,9 +6,7 @@ Each is a sign to look again, not an error. Docstrings, comments and blank lines
 from __future__ import annotations
 
 import ast
-import io
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,12 +32,11 @@ def oversized(path: Path) -> Iterator[str]:
 
 def code_lines(source: str, tree: ast.Module) -> int:
     """How many lines of a file are code."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    skipped |= {tokenize.ENCODING, tokenize.ENDMARKER}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in skipped:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    stripped = map(str.strip, source.splitlines())
+    lines = {number for number, line in enumerate(stripped, 1) if line and not line.startswith("#")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:  # a long text
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
