@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.layout import Layout
+from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Plan
@@ -89,6 +90,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             f"The optimizer holds {foreign} parameter(s) that are not the model's. "
             "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
             "loss, a head) goes into one module with it."
+        )
+    if (plan.pipe > 1 or plan.branch > 1) and makes_one_of_all(optimizer):
+        raise ValueError(
+            f"The step of {type(optimizer).__name__} makes something of all its parameters or gradients "
+            "(a norm, say), as a trial on small tensors shows. In a pipeline, and with branches, a rank's "
+            "optimizer has those of its own stages alone, and the result would be another. Leave it out of "
+            "the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the norm of all gradients), or "
+            "train under a plan without pipe and branch."
         )
 
 

@@ -8,12 +8,14 @@ given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,15 +23,17 @@ from espalier.comm.control import agree, numbers_of_all
 from espalier.device import host_threads, is_accelerator, reached, synchronize, wait_for
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.apart import shadow_of, updates_each_alone
 from espalier.parallel.data import masters
 from espalier.parallel.data.chunks import Appearance, Chunk, shown
 from espalier.parallel.data.residency import DiskError, OffloadStore
 from espalier.parallel.fused import has_host_kernel, holding
 from espalier.parallel.plan import Place, Updater
-from espalier.parallel.several import Several, parts_of
+from espalier.parallel.several import parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.torch_private import forget_step_hooks, raw
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import raw
 
 # ---- which of the chunks whose states lie in the host's memory the device updates, by measured speeds
 #
@@ -140,6 +144,11 @@ class OffloadedChunk:
         return self.chunk.places.get("states", "device")
 
     @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those in it."""
+        return [m.p for m in self.chunk.members]
+
+    @property
     def key(self) -> str:
         """That of its states in the store."""
         return f"states-{self.chunk.number}"
@@ -206,6 +215,8 @@ class OffloadedStep:
         # by chunk: they need not come again while nobody else writes to the parameters
         self._copies: dict[Chunk, _Copies] = {}
         self._just_made: list[Chunk] = []
+        self._apart: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._has_warned = False
 
     def has_copies(self, chunk: Chunk) -> bool:
         """Whether the host has a chunk's parameters from its last update."""
@@ -268,13 +279,16 @@ class OffloadedStep:
         """One step of the optimizer: it counts once, for schedulers too.
 
         The optimizer updates what is on the device; then what is away is updated by shadows of it that hold
-        a chunk each. What goes wrong is said by :meth:`agree`.
+        a chunk each: of one that does not update each parameter by itself, all is brought at once. What goes
+        wrong is said by :meth:`agree`.
 
         Args:
             states: of all parameters, also those that others of several optimizers update.
         """
-        away = {id(m.p) for a in self.away for m in a.chunk.members}
-        shadows = {id(a.chunk): _shadow(optimizer, a.chunk) for a in self.away}
+        if not self._is_apart(optimizer):
+            return self._update_together(optimizer, step, states)
+        away = {id(p) for a in self.away for p in a.parameters}
+        shadows = {id(a.chunk): shadow_of(optimizer, a.parameters) for a in self.away}
         updated = [a for a in self.away if shadows[id(a.chunk)].param_groups]
         on_host = all(map(has_host_kernel, parts_of(optimizer)))
 
@@ -293,6 +307,43 @@ class OffloadedStep:
                 step(shadows[id(chunk)])
 
             self.each(states, visit, on_host, updated, held)
+
+    def _is_apart(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._apart:
+            device = torch.device("cpu") if self._mesh.is_dry else self._mesh.device()
+            self._apart[optimizer] = updates_each_alone(optimizer, device)
+        return self._apart[optimizer]
+
+    def _update_together(
+        self, optimizer: torch.optim.Optimizer, step: OptimizerStep, states: OptimizerStates
+    ) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(optimizer).__name__} does not update each parameter by itself (it makes a number of "
+                "all of them, say, or keeps tensors elsewhere than in its state): all that is offloaded is on the "
+                "device at once in each update, which takes memory and time. One whose step gives the same "
+                "for one parameter alone is updated a part at a time.",
+                stacklevel=user_frame()[0],
+            )
+        here = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        updated = [a for a in self.away if any(id(p) in here for p in a.parameters)]
+        try:
+            with ExitStack() as turns:
+                for a in updated:
+                    if a.place != "device":
+                        what, shown = a.states(states)
+                        a.set(states, what, self.store.take(a.key, shown))
+                    self._copies.pop(a.chunk, None)
+                    turns.enter_context(self._turns(a.chunk, False))
+                step(optimizer)
+            for a in updated:
+                self.leave(states, a)
+        except DiskError as error:
+            self.store.errors.append(error)
+        finally:
+            self.store.drop_fetched()
+            self.store.settle()
 
     def agree(self) -> None:
         """Raise on all ranks what went wrong with files on one of them (a collective, if any are used).
@@ -414,7 +465,7 @@ class OffloadedStep:
         return master + sum(self._expected_of(part, a) for part in parts_of(optimizer))
 
     def _expected_of(self, optimizer: torch.optim.Optimizer, a: OffloadedChunk) -> int:
-        shadow = _shadow(optimizer, a.chunk)
+        shadow = shadow_of(optimizer, a.parameters)
         shadow.state = defaultdict(dict)
         elements = 0
         with raw():
@@ -427,10 +478,13 @@ class OffloadedStep:
                 elements += sum(x.numel() * x.element_size() for x in like)
                 group["params"] = like
                 group.update({key: False for key in ("fused", "foreach") if key in group})
+        as_most = 2 * elements  # two states a parameter
+        if not self._is_apart(optimizer):  # it might count a trial
+            return as_most
         try:
             shadow.step()
-        except Exception:  # one that does not run without values: two states a parameter, as most have
-            return 2 * elements
+        except Exception:  # one that does not run without values
+            return as_most
         states = [x for state in shadow.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         return sum(x.numel() * x.element_size() + 64 for x in states if x.ndim)
 
@@ -454,24 +508,3 @@ def _read_by_host(shadow: torch.optim.Optimizer, on_cpu: dict[int, torch.Tensor]
                 group[key] = on_cpu[id(x)] = on_cpu[id(x)] if id(x) in on_cpu else x.cpu()
         if group.get("capturable"):
             group["capturable"] = False  # which is for kernels of the device
-
-
-def _shadow(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.optim.Optimizer:
-    """The optimizer again, with the parameters of one chunk, the same states, and no hooks."""
-    if isinstance(optimizer, Several):
-        return Several([_shadow(part, chunk) for part in optimizer.parts])
-    shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):  # by torch.optim.Optimizer: what is within runs no hooks
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    shadow.step = partial(step, shadow)  # type: ignore
-    shadow.step.hooked = False  # type: ignore[attr-defined]
-    forget_step_hooks(shadow)
-    ids = {id(m.p) for m in chunk.members}
-    shadow.param_groups = []
-    for group in optimizer.param_groups:
-        params = [p for p in group["params"] if id(p) in ids]
-        if params:
-            shadow.param_groups.append({**group, "params": params})
-    return shadow

@@ -1,0 +1,195 @@
+"""Optimizers a part of their parameters at a time, and whether that gives the same.
+
+It does for optimizers that update each parameter by itself, as all of torch's but LBFGS do. It does not for
+one that makes something of all of them (a norm, an estimate of the distance to go), or notes its own calls
+in a list. Nothing says which an optimizer of another class is: so it is tried, on small tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.parallel.several import Several, parts_of
+from espalier.tensor.dry_runs import restore, states
+from espalier.torch_private import forget_step_hooks
+from espalier.trees import leaves
+
+_SCALES = (1e-3, 1.0, 1e3, 1e-1, 10.0, 1.0)
+"""Of the gradients of the steps that are tried: a limit of a norm lies somewhere between."""
+_ROUNDING = 0.02  # of how far a parameter has come
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+
+
+def shadow_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer again, with some of its parameters, the same states, and no hooks."""
+    ids = {id(p) for p in parameters}
+    return _shadow(optimizer, ids)
+
+
+def _shadow(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimizer:
+    if isinstance(optimizer, Several):
+        return Several([_shadow(part, ids) for part in optimizer.parts])
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # by torch.optim.Optimizer: what is within runs no hooks
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    shadow.step = partial(step, shadow)  # type: ignore
+    shadow.step.hooked = False  # type: ignore[attr-defined]
+    forget_step_hooks(shadow)
+    shadow.param_groups = []
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if id(p) in ids]
+        if params:
+            shadow.param_groups.append({**group, "params": params})
+    return shadow
+
+
+def updates_each_alone(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether it gives the same if its parameters are updated a part at a time.
+
+    Args:
+        device: on which it is tried.
+    """
+    return all(map(partial(_is_apart, device), parts_of(optimizer)))
+
+
+def _is_apart(device: torch.device, optimizer: torch.optim.Optimizer) -> bool:
+    if _is_torchs(optimizer):
+        return not isinstance(optimizer, torch.optim.LBFGS)
+    ends = _tried(optimizer, device, [(_whole, 0), (_one_by_one, 0)])
+    return ends is not None and ends[0].is_as(ends[1])
+
+
+def makes_one_of_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it gives something else where each rank has some of its parameters, and none the others."""
+    return any(map(_is_of_all, parts_of(optimizer)))
+
+
+def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
+    if _is_torchs(optimizer):
+        return False
+    ends = _tried(optimizer, torch.device("cpu"), [(_whole, 0), (_whole, 1), (_on_two_ranks, 0)])
+    # what draws numbers tells nothing
+    return ends is not None and ends[0].is_as(ends[1]) and not ends[0].is_as(ends[2], options=False)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+# ---- trials
+
+Step = Callable[[], object]
+Way = Callable[[torch.optim.Optimizer, list[torch.Tensor]], Step]
+
+
+class _End(NamedTuple):
+    """What parameters were and are, and the numbers and names in options and attributes."""
+
+    starts: list[torch.Tensor]
+    params: list[torch.Tensor]
+    said: list[Any]
+
+    def is_as(self, other: _End, options: bool = True) -> bool:
+        """Whether another is the same, but for rounding: some compute with parameters of a shape at once."""
+        near = all(
+            (a - b).abs().max() <= _ROUNDING * (a - start).abs().max()
+            for start, a, b in zip(self.starts, self.params, other.params, strict=True)
+        )
+        if not near or not options:
+            return near
+        return len(self.said) == len(other.said) and all(map(_is_near, self.said, other.said))
+
+
+def _is_near(a: Any, b: Any) -> bool:
+    return math.isclose(a, b, rel_tol=_ROUNDING) if isinstance(a, float) and isinstance(b, float) else a == b
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, device: torch.device, ways: Sequence[tuple[Way, int]]
+) -> list[_End] | None:
+    """What some steps on small tensors come to, each way with a seed; None if it cannot be tried."""
+    held = leaves(list(_own(optimizer).values()))
+    if any(isinstance(x, torch.optim.Optimizer) or (isinstance(x, torch.Tensor) and x.ndim) for x in held):
+        return None  # it holds more than states, of all its parameters
+    before = states(device)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return [_end(optimizer, device, way, seed) for way, seed in ways]
+    except Exception:  # it wants other tensors, or a closure
+        return None
+    finally:
+        restore(device, before)
+
+
+def _end(optimizer: torch.optim.Optimizer, device: torch.device, way: Way, seed: int) -> _End:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(seed)
+
+    def drawn(ndim: int) -> torch.Tensor:
+        return torch.randn((3,) * ndim, generator=generator).to(device)
+
+    twin = object.__new__(type(optimizer))
+    vars(twin).update({**vars(optimizer), **copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        sizes = sorted({p.ndim for p in group["params"]})
+        like = [drawn(ndim).requires_grad_() for ndim in sizes for _ in range(2)]
+        twin.param_groups.append({**copy.deepcopy(_options(group)), "params": like})
+    params = [p for group in twin.param_groups for p in group["params"]]
+    starts = [p.detach().clone() for p in params]
+    twin = shadow_of(twin, params)
+    step = way(twin, params)
+    for scale in _SCALES:
+        for p in params:
+            p.grad = drawn(p.ndim) * scale
+        step()
+    said = leaves([*map(_options, twin.param_groups), _own(twin)], (bool, int, float, str))
+    return _End(starts, [p.detach() for p in params], said)
+
+
+def _whole(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+    return optimizer.step
+
+
+def _one_by_one(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+    """A step without parameters, which is the one that counts, and then one for each."""
+
+    def step() -> None:
+        shadows = [shadow_of(optimizer, [p]) for p in params]
+        held = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        optimizer.step()
+        for group, of_group in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = of_group
+        for shadow in shadows:
+            shadow.step()
+
+    return step
+
+
+def _on_two_ranks(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+    ranks = [shadow_of(optimizer, params[i::2]) for i in range(2)]
+    for rank in ranks:
+        vars(rank).update({**copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
+    return lambda: [rank.step() for rank in ranks]
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that its class has beside those of every optimizer."""
+    return {name: x for name, x in vars(optimizer).items() if name not in _OF_TORCH and not callable(x)}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in group.items() if name != "params"}
