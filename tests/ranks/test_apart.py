@@ -1,4 +1,4 @@
-"""Optimizers of the program's own, of which parts are updated apart: offloaded chunks, and stages of a pipeline."""
+"""Optimizers of the program's own whose parameters are updated apart: offloaded chunks, stages of a pipeline."""
 
 from __future__ import annotations
 
