@@ -1,4 +1,4 @@
-"""Optimizers of the program's own whose parameters are updated apart: offloaded chunks, stages of a pipeline."""
+"""Optimizers of the program's own, updated apart: as offloaded chunks, and as stages of a pipeline."""
 
 from __future__ import annotations
 

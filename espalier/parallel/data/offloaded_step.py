@@ -321,9 +321,9 @@ class OffloadedStep:
             self._has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__} does not update each parameter by itself (it makes a number of "
-                "all of them, say, or keeps tensors elsewhere than in its state): all that is offloaded is on "
-                "the device at once in each update, which takes memory and time. One whose step gives the same "
-                "for one parameter alone is updated a part at a time.",
+                "all of them, say, or keeps tensors elsewhere than in its state): all that is offloaded is "
+                "on the device at once in each update, which takes memory and time. One whose step gives "
+                "the same for one parameter alone is updated a part at a time.",
                 stacklevel=user_frame()[0],
             )
         here = {id(p) for group in optimizer.param_groups for p in group["params"]}
