@@ -517,6 +517,7 @@ DOORS = {
     "norm": "torch.nn.utils.clip_grad:_get_total_norm",
     "clipping": "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
     "grouping": "torch.nn.utils.clip_grad:_group_tensors_by_device_and_dtype",
+    "grouping of averages": "torch.optim.swa_utils:_group_tensors_by_device_and_dtype",
     # by the names that programs use
     "named norm": "torch.nn.utils:get_total_norm",
     "named clipping": "torch.nn.utils:clip_grads_with_norm_",

@@ -131,7 +131,7 @@ class SeenGradients:
         if (here is mesh and here.is_member) or who not in ("program", "zero_grad"):
             return grad
         if here.is_member:
-            if grad is None or self.is_stepping or not self._is_finished:
+            if grad is None or self.is_stepping or not (self._is_finished or self.are_given):
                 return grad
             return name_value(seen_on(grad, mesh), "gradient", self._number, name)
         if self._reasons:
@@ -265,7 +265,8 @@ def install() -> None:
     for of in ("", "named "):
         wrap_door(f"{of}norm", _saying_its_order)
         wrap_door(f"{of}clipping", _clipping)
-    wrap_door("grouping", _in_one_order)
+    for of in ("", " of averages"):
+        wrap_door(f"grouping{of}", _in_one_order)
 
 
 def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -278,15 +279,18 @@ def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _in_one_order(grouped: Callable[..., Any]) -> Callable[..., Any]:
-    """Of tensors of several stages all ranks are to ask in one order: torch goes by device."""
+    """Of tensors of several stages all ranks are to ask in one order: torch goes by where data is."""
 
     def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = lists[0]
         if not tensors:
             return {}  # a rank may have none of the gradients that are clipped by value
-        if len(lists) > 1 or len({x._layout.mesh for x in tensors if isinstance(x, DTensor)}) < 2:
+        if len({x._layout.mesh for x in tensors if isinstance(x, DTensor)}) < 2:
             return grouped(lists, *args, **kwargs)
-        return {(tensors[0].device, tensors[0].dtype): (lists, [*range(len(tensors))])}
+        places: dict[Any, list[int]] = {}
+        for i, x in enumerate(tensors):
+            places.setdefault((x.device, x.dtype), []).append(i)
+        return {key: ([[of[i] for i in held] for of in lists], held) for key, held in places.items()}
 
     return group
 

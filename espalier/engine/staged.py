@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -45,10 +46,11 @@ from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
-from espalier.tensor.asked import Asked, apart
+from espalier.tensor.asked import Asked, apart, name_of, name_value
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
+from espalier.tensor.observers import program_lines
 from espalier.torch_private import own_buffers, own_parameters, raw
 from espalier.trees import tree_map
 
@@ -138,8 +140,8 @@ class Staged(Passes):
             lies = layout_of(p).mesh
             is_part = self.mesh.copied and lies.within is self.mesh
             places[name] = among(self.mesh, self._axis, users[name]) if is_part else lies
-            if len(users[name]) > 1:
-                p._copies = places[name]  # type: ignore[attr-defined]  # beside its gradient it is there
+            if is_part:
+                p._place = places[name]  # type: ignore[attr-defined]  # see espalier.tensor.meshes
         self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
         around: weakref.WeakMethod[Around] = weakref.WeakMethod(self.make_beside)
         if self.mesh.asked is None:
@@ -628,7 +630,9 @@ class _Copies:
 
     def __init__(self, passes: Staged) -> None:
         self._passes = weakref.ref(passes)
-        self._early: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # made before the model was laid out
+        # made before the model was laid out: where in the program, and how often there
+        self._early: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+        self._made: Counter[Hashable] = Counter()
         self.is_laid_out = self.is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
@@ -646,13 +650,15 @@ class _Copies:
         twin.__class__ = type(of_model.__name__, (_Copy, of_model), {"__module__": of_model.__module__})
         twin._copies = self  # type: ignore[assignment]
         if not self.is_laid_out:
-            self._early.add(twin)
+            site = program_lines()
+            self._made[site] += 1
+            self._early[twin] = site, self._made[site]
         return twin
 
     def lay_out(self, model: nn.Module) -> None:
         """The model is laid out now: so are its copies, each with its own values."""
         self.is_laid_out = True
-        for twin in self._early:
+        for twin, made in self._early.items():
             laid_out = copy.deepcopy(model)
             for own, other in zip(twin.modules(), laid_out.modules(), strict=True):
                 tables: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -668,6 +674,8 @@ class _Copies:
                             with torch.no_grad():
                                 x.copy_(value)
                     mine.update(new)
+            for p, x in zip(model.parameters(), twin.parameters(), strict=True):
+                name_value(x, "copy", made, name_of(p))
         self._early.clear()
 
     def output(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,9 +12,10 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from numbers import Number
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,17 @@ from espalier.comm.control import Answers
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
-from espalier.tensor.observers import Go, Watcher, asked_by_program, called_by_program, user_frame, watching
+from espalier.tensor.loans import is_view, is_whole
+from espalier.tensor.meshes import as_all_find, found_by_all
+from espalier.tensor.observers import (
+    Go,
+    Watcher,
+    asked_by_program,
+    called_by_program,
+    called_now,
+    user_frame,
+    watching,
+)
 from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tensors_in
 
@@ -32,6 +43,7 @@ _SMALL = 64  # elements of a tensor beside, by which values are told apart
 _DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")
 # what gives the tensor itself, or the same values beside it, as ranks may find it
 _SAME = frozenset("bfloat16 contiguous cpu data.__get__ detach double float half to type_as".split())
+_SHARING = _SAME | frozenset("flatten ravel reshape reshape_as view_as".split())
 _CONSTANTS = (Number, str, slice, type(None), type(...), torch.dtype, torch.layout, torch.memory_format)
 Named = TypeVar("Named", bound=torch.Tensor)
 
@@ -54,7 +66,8 @@ class Asked(Watcher):
         self._turn = self._changes = self._depth = self._engines = self._users = 0
         self._watch: AbstractContextManager[None] | None = None
         self._counts: dict[bytes, int] = {}
-        self._is_used = self._sees_own = self._has_warned = False
+        self._is_used = self._has_warned = False
+        self._sees_own: CodeType | None = None  # what finds this rank's own gradients
 
     # ---- when it watches
 
@@ -74,15 +87,17 @@ class Asked(Watcher):
     @contextmanager
     def apart(self) -> Iterator[None]:
         """While open, each rank makes calls of its own. All ranks come to it, and told all that they tell."""
-        was_open = self._close()
-        if self._answers is not None:
-            self._answers.go_on(tells=self._is_used)
-        self._turn, self._changes, self._is_used, self._sees_own = self._turn + 1, 0, False, False
+        if not self._close():  # it is open already
+            yield
+            return
+        assert self._answers is not None
+        self._answers.go_on(tells=self._is_used)
+        self._turn, self._changes, self._is_used, self._sees_own = self._turn + 1, 0, False, None
         self._counts.clear()
         try:
             yield
         finally:
-            if was_open and self._users:
+            if self._users:
                 self._open()
 
     def _open(self) -> None:
@@ -105,42 +120,64 @@ class Asked(Watcher):
     def sees(self, own: bool) -> None:
         """A gradient is asked for: by the program, or by what finds this rank's ``own`` (torch's clipping).
 
-        What that writes to, until the program asks again, other ranks may not.
+        What that writes to, until it is done, other ranks may not.
         """
-        if self._sees_own and not own:
+        if self._sees_own is not None and not own:
             self.changed()
-        self._sees_own = own
+        self._sees_own = called_now() if own else None
+
+    def _is_of_own(self) -> bool:
+        """Whether what finds this rank's own gradients is at work."""
+        if self._sees_own is not None and self._sees_own is not called_now():
+            self.sees(own=False)
+        return self._sees_own is not None
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
-        """Note what the results of a call that the program makes are made of."""
+        """Let what a call of the program gives lie where all ranks find it, and note what it is made of."""
         given = tensors_in((args, kwargs))
-        is_seen = not self._depth and not self._sees_own and any(map(self._lies_in_stage, given))
-        if not is_seen or not called_by_program():
+        if self._depth or not any(map(self._lies_in_stage, given)) or not called_by_program():
             return go()
+        if self._is_of_own():
+            return self._found(func, args, kwargs, go)
         self._is_used = True
         name, first = _name(func), args[0] if args and type(args[0]) is DTensor else None
-        is_written = writes(func) or kwargs.get("out") is not None or kwargs.get("inplace") is True
-        self._depth += 1
-        try:
-            made_of = None if is_written else self._made_by(name, func, [args, kwargs])
-            out = go()
-        finally:
-            self._depth -= 1
-        written = tensors_in(args[0]) if is_written and args else []
-        if (is_written and not (written and all(map(_is_own, written)))) or any(d in name for d in _DRAWS):
+        written = _written(func, args, kwargs)
+        made_of = None
+        if written is None or any(map(_is_own, written)):
+            made_of = self._made_by(name, func, [args, kwargs])
+        out = self._found(func, args, kwargs, go)
+        if any(d in name for d in _DRAWS) or not (
+            written is None or (written and all(map(_is_own, written)))
+        ):
             self.changed()
-        for x in written:
-            if type(before := _made_of(x)) is bytes:
-                _note(x, _digest(before, name, self._turn, self._changes))
+        for x in written or ():
+            if _is_own(x):
+                x._memory.write(made_of)  # type: ignore[attr-defined]
         held = set(map(id, given))
         for i, x in enumerate(x for x in leaves([out], DTensor, (torch.Tensor,)) if id(x) not in held):
-            x._has_own_memory = x._layout.own is x._layout and not _shares(x, given)
+            x._memory = _memory_of(x, func, args, given)
             is_same = name in _SAME or name == x.device.type
-            if first is not None and (is_written or (is_same and x.dtype is first.dtype)):
-                _note(x, _made_of(first))
+            if first is not None and (written is not None or (is_same and x.dtype is first.dtype)):
+                _note(x, name_of(first))
             else:
                 _note(x, None if made_of is None else _digest(made_of, i))
         return out
+
+    def _found(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        go: Go,
+    ) -> Any:
+        """What a call gives, where all ranks find it."""
+        self._depth += 1
+        try:
+            found = as_all_find(func, args, kwargs)
+            out = go() if found[0] is args else func(*found[0], **found[1])
+            return found_by_all(out, func, args, kwargs)
+        finally:
+            self._depth -= 1
 
     def _lies_in_stage(self, x: torch.Tensor) -> bool:
         if type(x) is not DTensor or (mesh := x._layout.mesh).within is None:
@@ -170,8 +207,17 @@ class Asked(Watcher):
 
     def _key(self, x: DTensor) -> bytes | None:
         """Under what the value of a tensor is told; None where it can't be."""
-        made_of = _made_of(x)
-        return _digest(made_of, self._turn, self._changes) if type(made_of) is tuple else made_of
+        if (made_of := name_of(x)) is None:
+            return None
+        # what shares the memory of a parameter changes with that
+        written = x._memory.written if _is_own(x) else (self._turn, self._changes)  # type: ignore[attr-defined]
+        return _digest(made_of, written)
+
+    def copied(self, x: DTensor, copy: torch.Tensor) -> None:
+        """All ranks have made a copy of a tensor, without a call that this is shown."""
+        self._is_of_own()
+        copy._memory = _Memory()  # type: ignore[attr-defined]
+        _note(copy, None if (key := self._key(x)) is None else _digest(key, "copied"))
 
     # ---- telling and asking
 
@@ -207,7 +253,7 @@ class Asked(Watcher):
 
     def _key_asked(self, x: DTensor) -> bytes | None:
         """Under what a value is told that the program asks for now; None if it is not."""
-        if self._watch is None or self._depth or self._sees_own:
+        if self._watch is None or self._depth or self._is_of_own():
             return None
         is_short = math.prod(x._layout.shape) * x.dtype.itemsize <= _LARGEST
         return self._key(x) if is_short and asked_by_program() else None
@@ -233,8 +279,13 @@ class Asked(Watcher):
 def name_value(x: Named, *name: Any) -> Named:
     """Let values be told by what is read of this tensor, which all ranks know by this name; gives it."""
     _note(x, name)
-    x._has_own_memory = False  # type: ignore[attr-defined]
+    x._memory = None  # type: ignore[attr-defined]
     return x
+
+
+def name_of(x: torch.Tensor) -> Any:
+    """That by which all ranks know a tensor; None if it has none."""
+    return x.__dict__.get("_made_of")
 
 
 def apart(mesh: Mesh) -> AbstractContextManager[None]:
@@ -243,24 +294,60 @@ def apart(mesh: Mesh) -> AbstractContextManager[None]:
     return nullcontext() if asked is None else asked.apart()
 
 
-def _made_of(x: torch.Tensor) -> Any:
-    return x.__dict__.get("_made_of")
+@contextmanager
+def each_for_itself(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While open, each rank makes calls of its own on what lies on parts of these parameters' meshes."""
+    with ExitStack() as stack:
+        for mesh in {p._layout.mesh.outermost: None for p in parameters if type(p) is DTensor}:
+            stack.enter_context(apart(mesh))
+        yield
 
 
 def _note(x: torch.Tensor, made_of: Any) -> None:
     x._made_of = made_of  # type: ignore[attr-defined]
 
 
+class _Memory:
+    """That of a result and of its views: nothing that the program knows by name changes with it.
+
+    Attributes:
+        written: what was written to it.
+    """
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, what: bytes | None) -> None:
+        """Something is written to it, of which that is known."""
+        self.written = _digest(self.written, what)
+
+
 def _is_own(x: torch.Tensor) -> bool:
     """Whether nothing that the program knows by name changes when this is written to."""
-    return bool(x.__dict__.get("_has_own_memory"))
+    return x.__dict__.get("_memory") is not None
 
 
-def _shares(x: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
-    """Whether a result lies in the memory of an argument that has none of its own."""
+def _memory_of(
+    x: DTensor, func: Callable[..., Any], args: tuple[Any, ...], given: Sequence[torch.Tensor]
+) -> _Memory | None:
+    """That in which a result may lie; None where an argument lies in it that has none of its own."""
+    if is_view(func, args) or _name(func) in _SHARING:
+        return given[0].__dict__.get("_memory")  # where there is no data nothing is copied
     with raw():
         memory = memory_id(x)
-        return any(not _is_own(y) and memory_id(y) == memory for y in given)
+        of = [y.__dict__.get("_memory") for y in given if memory_id(y) == memory]
+    return of[0] if of else _Memory()
+
+
+def _written(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor] | None:
+    """What a call writes to; None if it does not."""
+    if (out := kwargs.get("out")) is not None:
+        return tensors_in(out)
+    if writes(func) or kwargs.get("inplace") is True:
+        return tensors_in(args[0] if args else kwargs.get("tensor"))
+    return None
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -270,8 +357,8 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _content(x: torch.Tensor) -> Any:
     """What a tensor holds that all ranks have; None where it is much, or a device would be waited for."""
-    is_whole = type(x) is not DTensor or x._layout.is_plain
-    if not is_whole or x.numel() > _SMALL or x.device.type != "cpu":
+    is_known = type(x) is not DTensor or is_whole(x._layout)
+    if not is_known or x.numel() > _SMALL or x.device.type != "cpu":
         return None
     with raw():
         x = plain(x)

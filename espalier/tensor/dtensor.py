@@ -374,8 +374,7 @@ class DTensor(torch.Tensor):
             ValueError: this rank is outside the mesh, so it has no values (but of a stage's small ones, which
                 all ranks may ask for); or see :meth:`to_local`.
         """
-        lay = self._layout.own
-        asked = None if lay.mesh.within is None else lay.mesh.outermost.asked
+        lay, asked = self._layout.own, self._asked
         if not lay.mesh.is_member:
             if asked is None or grad_placements is not None:
                 raise absent(lay)
@@ -397,6 +396,12 @@ class DTensor(torch.Tensor):
         if not (busy and out.requires_grad):
             return out
         return DTensor._above.compared(out, full, busy, "full_tensor")
+
+    @property
+    def _asked(self) -> Any:
+        """What tells values of this to ranks of other stages; None if it lies in no stage."""
+        mesh = self._layout.mesh
+        return None if mesh.within is None else mesh.outermost.asked
 
     def to_torch(self) -> Any:
         """torch's own DTensor over the same memory; gradients flow back.
@@ -516,8 +521,10 @@ class DTensor(torch.Tensor):
             if grad is not None:
                 copy.grad = stamp(plain(grad).clone(), gradient_layout(self._layout))
         for name, value in self.__dict__.items():
-            if name == "_is_param":
+            if name in ("_is_param", "_place"):
                 copy.__dict__[name] = value
+        if (asked := self._asked) is not None:
+            asked.copied(self, copy)
         memo[id(self)] = copy
         return copy
 

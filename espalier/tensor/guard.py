@@ -36,6 +36,7 @@ from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
 from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
+from espalier.tensor.asked import each_for_itself
 from espalier.tensor.dispatch import carry_out, unruled
 from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
@@ -377,19 +378,21 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if torch.compiler.is_compiling() or not torch_functions_on() or type(self) not in ELEMENTWISE:
             return step(self, closure)
-        if not any(type(p) is DTensor for group in self.param_groups for p in group["params"]):
+        held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
+        if not held:
             return step(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         parameters = _alike(self)
-        if parameters is None:
-            step(self)
-        else:
-            with on_locals(parameters):
+        with each_for_itself(held):  # as each finds gradients of its own
+            if parameters is None:
                 step(self)
-            stamp_states(self)
+            else:
+                with on_locals(parameters):
+                    step(self)
+                stamp_states(self)
         return loss
 
     return wrapped

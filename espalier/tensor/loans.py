@@ -252,8 +252,6 @@ def call(
         elif not (one and x is args[0]) or x._source.takes(func):
             stand[id(x)] = here = x._source.stand_in(func)  # type: ignore[attr-defined]
             here._of = x  # type: ignore[attr-defined]
-            if "_copies" in x.__dict__:  # where its gradient lies: see espalier.tensor.meshes
-                here._copies = x._copies  # type: ignore[attr-defined]
     first = args[0] if args else None
     if stand:
         args, kwargs = tree_map(lambda a: stand.get(id(a), a), (args, kwargs))

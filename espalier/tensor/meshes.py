@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ import torch
 from espalier.layout import Layout
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
+from espalier.sharding.spec import RULES
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import raw
-from espalier.trees import tensors_in, tree_map
+from espalier.trees import leaves, tensors_in, tree_map
 
 
 class SeveralMeshesError(ValueError):
@@ -62,7 +64,7 @@ def together(
     elif len(with_dims) == 1 and all(_is_seen(t, *with_dims.values()) for t in tensors):
         (target,) = with_dims.values()
     if not all(_is_seen(t, target) for t in tensors):
-        _tell(getattr(func, "__name__", str(func)), meshes.values(), whole)
+        _tell(getattr(func, "__name__", str(func)), tensors, whole)
 
     def bring(x: Any) -> Any:
         return brought(x, target) if type(x) is DTensor else x
@@ -70,19 +72,20 @@ def together(
     return tree_map(bring, (args, kwargs))
 
 
-def _tell(call: str, meshes: Iterable[Mesh], whole: Mesh) -> None:
+def _tell(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
     """See that all ranks find the tensors of a call where this one does, and say that they are brought.
 
     Raises:
         SeveralMeshesError: there are copies, which some ranks find here, and others elsewhere.
     """
-    if whole.copied and not all(mesh is whole or mesh.is_alike for mesh in meshes):
+    tensors = list(tensors)
+    if whole.copied and not all(map(_is_alike, tensors)):
         raise SeveralMeshesError(
             f"{call} takes tensors of several stages, and stages have copies of "
             f"{', '.join(whole.copied[:3])}: the ranks would not make the same calls. Compute with what "
             "engine.full_state_dict() or engine.full_gradients() gives, on every rank."
         )
-    places = " and ".join(str(list(m.ranks)) for m in meshes)
+    places = " and ".join({str(list(t._layout.mesh.ranks)): None for t in tensors})
     warnings.warn(
         f"{call} takes tensors that lie on ranks {places}, in several stages or "
         "branches: each is brought to all ranks, for this call. It is quicker to compute a number of each "
@@ -92,11 +95,17 @@ def _tell(call: str, meshes: Iterable[Mesh], whole: Mesh) -> None:
     )
 
 
+def _is_alike(x: DTensor) -> bool:
+    """Whether a tensor lies where each other rank finds it, too."""
+    mesh, place = x._layout.mesh, place_of(x)
+    return mesh.within is None or mesh.is_alike or (place is not None and place.ranks == mesh.ranks)
+
+
 def everywhere(call: str, x: DTensor) -> torch.Tensor:
     """The whole of a tensor, plain, for a call that all ranks make; a collective of the outermost mesh."""
     mesh = x._layout.mesh
     if mesh.outermost is not mesh:
-        _tell(call, [mesh], mesh.outermost)
+        _tell(call, [x], mesh.outermost)
     return brought(x, mesh.outermost).full_tensor()
 
 
@@ -120,8 +129,6 @@ def brought(x: DTensor, mesh: Mesh) -> DTensor:
 def _is_seen(x: DTensor, mesh: Mesh) -> bool:
     """Whether each rank of a mesh has of a tensor what it would have of one there; no gradient returns."""
     on, axes = x._layout.mesh, x._layout.own.axes
-    if x.__dict__.get("_copies") is mesh:
-        return not torch.is_grad_enabled()
     return on is mesh or (
         not (x.requires_grad and torch.is_grad_enabled())
         and on.outermost is mesh.outermost
@@ -138,3 +145,90 @@ def seen_on(x: DTensor, mesh: Mesh) -> DTensor:
         if mesh.is_member:
             return stamp(plain(x).view_as(plain(x)), layout)
         return stamp(torch.empty(layout.local_shape, dtype=x.dtype, device="meta"), layout)
+
+
+# ---- parameters of which stages have copies, in calls of the program
+#
+# Each rank finds a copy in its own stage, and what is made of it would lie in as many places as there are.
+# So each parameter beside copies has a place: the ranks of all stages that have it. A call computes with the
+# copy that this rank has, and what it gives lies in that place, on each rank the same.
+
+
+def place_of(x: torch.Tensor) -> Mesh | None:
+    """Where all ranks find a parameter beside copies; None of other tensors, which have but one place."""
+    place: Mesh | None = x.__dict__.get("_place")
+    return place
+
+
+def as_all_find(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call on several tensors, with what lies where all ranks find it for parameters.
+
+    One that is written to stays itself, and so do all beside what a stage has for itself (an optimizer's
+    states). Of a call on one parameter :func:`found_by_all` takes the results.
+    """
+    tensors = _dtensors((args, kwargs))
+    if len(tensors) < 2 or not (_computes(func) and all(map(_is_found, tensors))):
+        return args, kwargs
+    target = args[0] if writes(func) else kwargs.get("out")
+    written = tensors_in(target)
+    held = set(map(id, written))
+
+    def found(x: Any, into: torch.Tensor | None = None) -> Any:
+        if type(x) is not DTensor or id(x) in held:
+            return x
+        if place_of(x) is not None:
+            x = _put_as(x.view_as(x), x)
+        if into is None or (place := place_of(into)) is None:
+            return x
+        if not _is_seen(x, place):
+            _tell(func.__name__, [x], place.outermost)
+            x = brought(x, place.outermost)
+        return brought(x, into._layout.mesh)  # type: ignore[attr-defined]
+
+    def beside(x: Any) -> Any:
+        if x is target:
+            return x
+        if isinstance(x, list | tuple) and isinstance(target, list | tuple) and len(x) == len(written):
+            return [found(*pair) for pair in zip(x, written, strict=True)]
+        return tree_map(partial(found, into=target if isinstance(target, torch.Tensor) else None), x)
+
+    return tuple(map(beside, args)), {name: beside(x) for name, x in kwargs.items()}
+
+
+def found_by_all(out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let what was made of one parameter lie in the place where all ranks find that; gives it."""
+    if func is torch.autograd.grad:
+        sought = kwargs["inputs"] if len(args) < 2 else args[1]
+        for x, p in zip(out, [sought] if isinstance(sought, torch.Tensor) else sought, strict=True):
+            _put_as(x, p)
+    elif len(tensors := _dtensors((args, kwargs))) == 1:
+        for x in leaves([out], DTensor, (torch.Tensor,)):
+            _put_as(x, tensors[0])
+    return out
+
+
+def _put_as(x: Any, p: Any) -> Any:
+    """Let what lies in this rank's stage, as a parameter, lie in that one's place."""
+    place = place_of(p)
+    if place is not None and type(x) is DTensor and x is not p and x._layout.mesh is p._layout.mesh:
+        lies = x._layout
+        own = Layout.of(place, lies.axes, lies.cuts, lies.shape)
+        x._layout = own if lies.own is lies else own.loan()
+    return x
+
+
+def _dtensors(given: Any) -> list[DTensor]:
+    """Each once."""
+    return list({id(x): x for x in tensors_in(given) if type(x) is DTensor}.values())
+
+
+def _is_found(x: DTensor) -> bool:
+    return place_of(x) is not None or _is_alike(x)
+
+
+def _computes(func: Callable[..., Any]) -> bool:
+    """Whether a call is about the values of all its tensors, not about graphs, hooks or memory."""
+    is_list = getattr(func, "__name__", "").startswith("_foreach_")
+    return is_list or RULES.special(func) is None or func == torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from 3.13 on, after a thousand changes at every access.)
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import warnings
@@ -184,6 +185,18 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
+def program_lines() -> tuple[tuple[str, int], ...]:
+    """Where in the program a copy is made: the line, and that which has called what it stands in."""
+    places: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if not _inside(path) and path != copy.__file__:
+            places.append((path, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(places)
+
+
 def who_asks_for_gradients() -> Literal["program", "zero_grad", "torch", "us"]:
     """Who asks for ``p.grad``, whose getter calls what calls this, or sets it.
 
@@ -218,6 +231,14 @@ def asked_by_program() -> bool:
         frame = frame.f_back
     caller = _below_methods(frame)
     return caller is not None and not _inside(caller.co_filename)
+
+
+def called_now() -> CodeType:
+    """What of the library, or of torch, the program has called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _inside(frame.f_back.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code
 
 
 def _below_methods(frame: FrameType | None) -> CodeType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,6 +86,40 @@ def after_a_penalty(rank: int, world: int) -> None:
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
+def of_averages(rank: int, world: int) -> None:
+    """Numbers of copies made before the first batch and after it, by some ranks more than by others."""
+    torch.manual_seed(0)
+    net = Net(True).double()
+    plain = copy.deepcopy(net)
+    told: list[list[float]] = []
+    for m in (net, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        model, _ = espalier.prepare(m, optimizer, plan={"pipe": 2}) if m is net else (m, optimizer)
+        if rank == 0:
+            copy.deepcopy(model)
+        averages = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)]
+        told.append([])
+        for step in range(3):
+            inputs, labels = batch(step)
+            nn.functional.cross_entropy(model(*inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+                averages.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average))
+            with torch.no_grad():
+                for a, p in zip(averages[0].parameters(), m.parameters(), strict=True):
+                    a.lerp_(p, 0.1 * (step + 1))
+            for of in averages[1:]:
+                of.update_parameters(model)
+            told[-1] += [p.norm().item() for of in averages for p in of.parameters()]
+            told[-1] += [
+                float(espalier.full_tensor(torch.stack([p.norm() for p in of.parameters()]).sum()).detach())
+                for of in averages
+            ]
+    assert told[0] == pytest.approx(told[1], rel=1e-12)
+
+
 # ---- loops drawn by lot: what they ask of what, and what they write to in between
 
 MAKE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -111,33 +146,80 @@ ASK: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 
 
-def between(lot: random.Random, net: nn.Module, has_grads: bool, kept: list[torch.Tensor]) -> Any:
-    """What a loop does before a step, or after it: a number that it asks for, or None."""
-    parameters = [p for p in net.parameters() if p.grad is not None or not has_grads]
-    p, make, ask, kind = lot.choice(parameters), lot.choice(MAKE), lot.choice(ASK), lot.randrange(12)
-    x: Any = p.grad if has_grads and lot.random() < 0.6 else p
-    if kind < 5:
-        return ask(make(x))
-    if kind == 5:
-        with torch.no_grad():
-            x.mul_(0.9)
-    elif kind == 6 and has_grads:
-        p.grad = x.detach() * 0.5
-    elif kind == 7 and has_grads:
-        return float(nn.utils.clip_grad_norm_(net.parameters(), 1.0))
-    elif kind == 8 and has_grads:
-        torch._foreach_mul_([p.grad for p in parameters], 0.8)
-    elif kind == 9:
-        kept.append(make(x).detach().clone())
-    elif kind == 10 and kept:
-        return ask(lot.choice(kept))
-    elif isinstance(x, espalier.DTensor) and espalier.layout_of(x).mesh.is_member:
-        make(x).item()  # by the ranks that have it alone
-    return None
+INTERLEAVED = {"pipe": 2, "data": 2, "schedule": "interleaved", "stages_per_rank": 2}
+# of several tensors in one call
+TOGETHER: tuple[Callable[[list[Any]], Any], ...] = (
+    lambda xs: torch.stack([x.norm() for x in xs]).sum(),
+    lambda xs: torch.cat([x.flatten() for x in xs]).abs().max(),
+    lambda xs: torch.stack(torch._foreach_norm(xs)).max(),
+    lambda xs: sum(x.square().sum() for x in xs),
+    lambda xs: torch.stack([torch.dot(x.flatten()[:4], y.flatten()[:4]) for x, y in pairwise(xs)]).sum(),
+)
+
+
+class Loop:
+    """What a loop holds beside its optimizer: values that it keeps, and averages of the weights."""
+
+    def __init__(self, model: nn.Module, net: nn.Module) -> None:
+        self.model, self.net = model, net
+        self.kept: list[torch.Tensor] = []
+        self.average: nn.Module | None = None
+
+    def between(self, lot: random.Random, has_grads: bool) -> Any:
+        """What a loop does before a step, or after it: a number that it asks for, or None."""
+        parameters = [p for p in self.net.parameters() if p.grad is not None or not has_grads]
+        p, make, ask, kind = lot.choice(parameters), lot.choice(MAKE), lot.choice(ASK), lot.randrange(18)
+        q, of_all, on_gradients = (
+            lot.choice(parameters),
+            lot.choice(TOGETHER),
+            has_grads and lot.random() < 0.6,
+        )
+        x: Any = p.grad if on_gradients else p
+        if kind < 4:
+            return ask(make(x))
+        if kind < 6:
+            every: list[Any] = [y.grad if on_gradients else y for y in parameters]
+            return float(espalier.full_tensor(of_all(every)).detach())
+        if kind == 6:
+            with torch.no_grad():
+                x.mul_(0.9)
+        elif kind == 7:
+            with torch.no_grad():
+                x.mul_(1 + 0.01 * q.norm().clamp(max=1))
+                p.data = p.data * q.mean().clamp(0.9, 1)
+        elif kind == 8 and has_grads:
+            p.grad = x.detach() * 0.5
+        elif kind == 9 and has_grads:
+            return float(nn.utils.clip_grad_norm_(self.net.parameters(), 1.0))
+        elif kind == 10 and has_grads:
+            torch._foreach_mul_([y.grad for y in parameters], 0.8)
+            with torch.no_grad():
+                torch._foreach_add_(parameters, [y.grad for y in parameters], alpha=-0.01)
+        elif kind == 11:
+            self.kept.append(make(x).detach().clone())
+        elif kind == 12 and self.kept:
+            return ask(lot.choice(self.kept))
+        elif kind == 13:
+            self.average = self.average or copy.deepcopy(self.model)
+            with torch.no_grad():
+                for y, of in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                    y.lerp_(of, 0.1)
+        elif kind == 14 and self.average is not None:
+            averages = [*self.average.parameters()]
+            return float(espalier.full_tensor(of_all(averages)).detach()) + ask(make(lot.choice(averages)))
+        elif kind == 15 and p.requires_grad:
+            (grad,) = torch.autograd.grad(p.norm() * q.norm() + p.square().sum(), [p])
+            return ask(make(grad))
+        elif kind == 16:
+            snap = copy.deepcopy(self.net.state_dict())
+            return ask(make(snap[lot.choice([*snap])]))
+        elif isinstance(x, espalier.DTensor) and espalier.layout_of(x).mesh.is_member:
+            make(x.clone().mul_(2)).item()  # by the ranks that have it alone
+        return None
 
 
 def loop(model: nn.Module, net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    lot, asked, kept = random.Random(seed), list[float](), list[torch.Tensor]()
+    lot, asked, held = random.Random(seed), list[float](), Loop(model, net)
     for step in range(3):
         inputs, labels = batch(step)
         for _ in range(1 + (step == 1)):
@@ -146,7 +228,7 @@ def loop(model: nn.Module, net: nn.Module, optimizer: torch.optim.Optimizer, see
                 loss = loss + 0.01 * sum(p.square().sum() for p in net.parameters())
             loss.backward()
         for has_grads in (True, False):
-            told = [between(lot, net, has_grads, kept) for _ in range(lot.randint(1, 12))]
+            told = [held.between(lot, has_grads) for _ in range(lot.randint(1, 12))]
             asked += [float(x) for x in told if x is not None]
             if has_grads:
                 optimizer.step()
@@ -158,7 +240,7 @@ def drawn(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
     for number, plan in enumerate(plans):
         for seed in range(number, number + 3 * max(ASKED, 1)):
             torch.manual_seed(seed)
-            net = Net(tied=False).double()
+            net = Net(tied=seed % 3 > 0).double()
             plain = copy.deepcopy(net)
             ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (net, plain))
             model, _ = espalier.prepare(net, ours, plan=plan)
@@ -169,11 +251,14 @@ def drawn(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 def on_two(rank: int, world: int) -> None:
     unlike(rank, world)
     after_a_penalty(rank, world)
+    of_averages(rank, world)
     drawn(rank, world, [{"pipe": 2}, {"pipe": 2, "accumulate": 2}])
 
 
 def on_four(rank: int, world: int) -> None:
-    drawn(rank, world, [{"pipe": 2, "data": 2, "zero": 3}, {"pipe": 2, "tensor": 2}, {"pipe": 4}])
+    drawn(
+        rank, world, [{"pipe": 2, "data": 2, "zero": 3}, {"pipe": 2, "tensor": 2}, {"pipe": 4}, INTERLEAVED]
+    )
 
 
 def test_numbers_are_those_of_one_process(ranks: Any) -> None:
