@@ -77,7 +77,8 @@ def makes_one_of_all(optimizer: torch.optim.Optimizer) -> bool:
 def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
     if _is_torchs(optimizer):
         return False
-    ends = _tried(optimizer, torch.device("cpu"), [(_whole, 0), (_whole, 1), (_on_two_ranks, 0)])
+    one, two = map(_clipping_alike, (_whole, _on_two_ranks))
+    ends = _tried(optimizer, torch.device("cpu"), [(one, 0), (one, 1), (two, 0)])
     # what draws numbers tells nothing
     return ends is not None and ends[0].is_as(ends[1]) and not ends[0].is_as(ends[2], options=False)
 
@@ -184,6 +185,28 @@ def _on_two_ranks(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) 
     for rank in ranks:
         vars(rank).update({**copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
     return lambda: [rank.step() for rank in ranks]
+
+
+class _Clipping:
+    """Shows gradients of all stages, as ``espalier.engine.seen`` does; in their place nothing is clipped."""
+
+    def norm(self, parameters: object, order: float) -> torch.Tensor:
+        return torch.zeros(())
+
+    def note(self) -> None:
+        pass
+
+
+def _clipping_alike(way: Way) -> Way:
+    """A way in which torch's own clipping within a step takes the norm of all, as it does in stages."""
+
+    def made(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+        clipping = _Clipping()
+        for p in params:
+            p._seen = clipping  # type: ignore[attr-defined]
+        return way(optimizer, params)
+
+    return made
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
