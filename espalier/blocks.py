@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -12,6 +12,11 @@ from torch import nn
 Call = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module and of all in it, also where its ``parameters()`` gives fewer."""
+    return (p for _, p in nn.Module.named_parameters(module))
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -29,7 +34,7 @@ def units(model: nn.Module) -> list[nn.Module]:
         if any(True for _ in module.parameters(recurse=False)):
             gathered_together.append(module)
         for child in module.children():
-            if not any(True for _ in child.parameters()):
+            if not any(True for _ in parameters_in(child)):
                 continue
             if isinstance(module, _LISTS):
                 gathered_together.append(child)
@@ -46,7 +51,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
-            if not any(True for _ in child.parameters()):
+            if not any(True for _ in parameters_in(child)):
                 continue
             if isinstance(module, _LISTS):
                 by_name[prefix + name] = child

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
 from espalier.checkpoint.folder import INDEX
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
@@ -428,7 +429,9 @@ def _mesh_of(module: nn.Module, name: str, mesh: Mesh) -> Mesh:
     path = name
     while path:
         path = path.rpartition(".")[0]
-        meshes = {_layout(p).mesh for p in module.get_submodule(path).parameters() if isinstance(p, DTensor)}
+        meshes = {
+            _layout(p).mesh for p in parameters_in(module.get_submodule(path)) if isinstance(p, DTensor)
+        }
         if meshes:
             return meshes.pop() if len(meshes) == 1 else mesh
     return mesh

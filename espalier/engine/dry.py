@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.comm import Ledger, ledger
 from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
@@ -188,7 +189,7 @@ def dry_run(
     Raises:
         ValueError: a parameter is not on ``meta``, or there is no such rank.
     """
-    whole, batch = sum(p.numel() for p in model.parameters()), without_data(batch)
+    whole, batch = sum(p.numel() for p in parameters_in(model)), without_data(batch)
     options: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
     options.update(recompute_policy=recompute_policy, branches=branches, shared=shared)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **options)

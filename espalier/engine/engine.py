@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from espalier.blocks import parameters_in
 from espalier.checkpoint import CheckpointError, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
@@ -254,7 +255,7 @@ class Engine(Surface):
     def _to_fill(self) -> ZeroState | None:
         """What loads fill; None before the first batch, if that says how parameters lie: the plain model."""
         self.lay_out()
-        if self._data is None and not any(x.is_meta for x in self.module.parameters()):
+        if self._data is None and not any(x.is_meta for x in parameters_in(self.module)):
             return None
         return self._laid_out()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
 from espalier.engine.engine import Engine, Rows
 from espalier.engine.start import initialize
@@ -146,7 +147,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     Raises:
         ValueError: a parameter is in two of them.
     """
-    owners = holders(module.parameters())
+    owners = holders(parameters_in(module))
     inner = {id(part) for x in owners if isinstance(x, Several) for part in x.parts}
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, GivenBatches, loss_of
@@ -86,7 +87,7 @@ class ModelCall:
         def first(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            device = next(self.module.parameters()).device
+            device = next(parameters_in(self.module)).device
             return full_tensor(x)[:rows].to(device) if x.ndim and rows else full_tensor(x).to(device)
 
         return tree_map(first, inputs)
@@ -343,7 +344,7 @@ class Passes(ABC):
     @property
     def shows_gradients(self) -> bool:
         """Whether a parameter shows a gradient, or a piece of one, to the program: on all ranks alike."""
-        return any(gradient_seen(p) is not None for p in self.call.module.parameters())
+        return any(gradient_seen(p) is not None for p in parameters_in(self.call.module))
 
     @property
     def may_step(self) -> bool:
@@ -370,7 +371,7 @@ class Passes(ABC):
         self.finish()
         self.agree()
         if (factor := self.factor()) is not None:
-            scale_gradients([p for p in self.call.module.parameters() if isinstance(p, DTensor)], factor)
+            scale_gradients([p for p in parameters_in(self.call.module) if isinstance(p, DTensor)], factor)
         self.seen.note()
 
     def zero_grad(self) -> None:
@@ -643,7 +644,7 @@ class Direct(Passes):
 
     def _have(self) -> bool:
         with raw():
-            return any(_grad.__get__(p) is not None for p in self.call.module.parameters())
+            return any(_grad.__get__(p) is not None for p in parameters_in(self.call.module))
 
     @property
     def has_new(self) -> bool:

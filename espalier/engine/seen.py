@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.comm.collectives import all_reduce, sum_whole
 from espalier.engine.norm import LossScaler, Norm
 from espalier.layout import Layout
@@ -80,7 +81,7 @@ class SeenGradients:
     def watch_clipping(self) -> None:
         """The model is laid out: clipping by what a rank sees would be wrong, if its gradients are a part."""
         if self._is_partial and not self._mesh.is_dry:
-            for p in self._module.parameters():
+            for p in parameters_in(self._module):
                 p._seen = self  # type: ignore[attr-defined]
 
     def show_all(
@@ -197,7 +198,7 @@ class SeenGradients:
     def _mark(self) -> tuple[int, int] | None:
         """Changes when gradients are written to."""
         with raw():
-            grads = (gradient_of(p) for p in self._module.parameters())
+            grads = (gradient_of(p) for p in parameters_in(self._module))
             return next(((id(grad), version_of(grad)) for grad in grads if grad is not None), None)
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, any_says, numbers_of_all
@@ -261,7 +262,7 @@ class Staged(Passes):
 
     def written(self) -> tuple[int, int]:
         """How many runs there were, and how often parameters were written to: what else has is not told."""
-        return self._runs, sum(written_mark(p)[0] for p in self.call.module.parameters())
+        return self._runs, sum(written_mark(p)[0] for p in parameters_in(self.call.module))
 
     def lay_out(self, inputs: Any) -> None:
         """Lay the model out for these inputs, unless it is."""
@@ -377,7 +378,7 @@ class Staged(Passes):
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What a loop has not dropped yet, finished; the parameters have no gradients then."""
         with raw():
-            grads = {p: gradient_of(p) for p in self.call.module.parameters()}
+            grads = {p: gradient_of(p) for p in parameters_in(self.call.module)}
         taken = {p: grad for p, grad in grads.items() if grad is not None}
         if taken or self.evaluation.closed:
             self.zero_grad()
@@ -432,7 +433,7 @@ class Staged(Passes):
     def _drop_unneeded(self, without: Set[int]) -> None:
         """Gradients of copies that no rank used; and, without data, of what lies on other ranks."""
         with raw():
-            for p in self.call.module.parameters():
+            for p in parameters_in(self.call.module):
                 if id(p) in without or not layout_of(p).mesh.is_member:
                     _grad.__set__(p, None)
 
@@ -718,7 +719,7 @@ def _refuse_trained(twin: nn.Module) -> None:
     if twin.__dict__.get("_is_looked_at"):
         return
     twin.__dict__["_is_looked_at"] = True
-    if trainers := holders(p for p in twin.parameters() if p.requires_grad):
+    if trainers := holders(p for p in parameters_in(twin) if p.requires_grad):
         raise ValueError(
             f"{type(trainers[0]).__name__} is to train a copy of a model in stages, and no gradients come "
             "from calls of copies. Build another plain model, load engine.full_state_dict() into it, and "

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from espalier.blocks import parameters_in
 from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
@@ -210,7 +211,7 @@ class ModelRun:
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The model's."""
-        return self._passes.call.module.parameters()
+        return parameters_in(self._passes.call.module)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from espalier.blocks import parameters_in
 from espalier.device import is_accelerator, use
 from espalier.engine.accumulation import Count
 from espalier.engine.compiling import compilable
@@ -125,7 +126,7 @@ def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
 def _stay_on_device(model: nn.Module) -> None:
     """Let a process alone use the accelerator that its model is on, if the machine has several."""
     alone = not torch.distributed.is_initialized() and "RANK" not in os.environ
-    there = next((p.device for p in model.parameters() if is_accelerator(p.device)), None)
+    there = next((p.device for p in parameters_in(model) if is_accelerator(p.device)), None)
     if alone and there is not None:
         use(there)
 
@@ -145,7 +146,7 @@ def _refuse_scripted(model: nn.Module) -> None:
     scripted = [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters())
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in parameters_in(module))
     ]
     if scripted:
         raise ValueError(

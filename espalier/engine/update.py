@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from espalier.blocks import parameters_in
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.layout import Layout
@@ -83,7 +84,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     """See that an optimizer can be stepped, and is the model's."""
     check_closures(optimizer, plan)
     _refuse_sparse(optimizer)
-    ids = {id(p) for p in model.parameters()}
+    ids = {id(p) for p in parameters_in(model)}
     foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from espalier.blocks import around, blocks
+from espalier.blocks import around, blocks, parameters_in
 from espalier.comm.control import gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
@@ -496,7 +496,7 @@ class WholeProgram(StageProgram):
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that it uses."""
-        return [] if self._whole is None else list(self._whole.parameters())
+        return [] if self._whole is None else list(parameters_in(self._whole))
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that it uses."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import blocks
+from espalier.blocks import blocks, parameters_in
 from espalier.comm.dry import know, values_of, without_data
 from espalier.device import cores
 from espalier.engine.dry import Shared, dry_engine, dry_run
@@ -399,7 +399,7 @@ class Recorder:
         if not self._expert_sizes:
             return 0.0
         low = Plan(**cell.plan).precision.parameters
-        sizes = {p.element_size() for p in self.model.parameters()}
+        sizes = {p.element_size() for p in parameters_in(self.model)}
         each = max(sizes, default=4) if low is None else getattr(torch, low).itemsize
         return self._expert_sizes * each / (cell.expert * cell.tensor)
 

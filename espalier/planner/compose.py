@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import blocks
+from espalier.blocks import blocks, parameters_in
 from espalier.engine.dry import DryReport, Line, Lined, Shared, dry_run
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import Filling, smallest_within
@@ -246,7 +246,7 @@ class _Family:
         plan = self.plan
         low = plan.precision.parameters
         each = 0 if low is None else getattr(torch, low).itemsize
-        size = sum(p.numel() * (each or p.element_size()) for p in block.parameters()) / plan.tensor
+        size = sum(p.numel() * (each or p.element_size()) for p in parameters_in(block)) / plan.tensor
         if plan.zero < 3 and size < plan.chunk_megabytes * 1e6:
             raise NotComposed("several blocks go into one chunk (plan.chunk_megabytes)")
         if plan.zero == 3 and size * _DEPTHS[0][0] < plan.prefetch_megabytes * 1e6:
@@ -532,8 +532,8 @@ def shallow(
     listed = [group["params"] for group in groups]
     try:
         vars(held)[MODULES] = dict(list(before.items())[:number])
-        kept = {id(p) for p in model.parameters()}
-        gone = {id(p) for m in list(before.values())[number:] if m is not None for p in m.parameters()}
+        kept = {id(p) for p in parameters_in(model)}
+        gone = {id(p) for m in list(before.values())[number:] if m is not None for p in parameters_in(m)}
         if kept & gone:
             raise NotComposed("blocks share parameters")
         for group, params in zip(groups, listed, strict=True):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from espalier.blocks import parameters_in
 from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
@@ -186,7 +187,7 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
                 engine.mesh.ledgers[:] = [x for x in engine.mesh.ledgers if x is not mode]
         assert len(book.entries) == mode.seen
     peak = max(memory.peaks.get(name, 0) for name in ("forward", "backward"))
-    parameters = sum(map(local_bytes, engine.module.parameters()))
+    parameters = sum(map(local_bytes, parameters_in(engine.module)))
     return Recording(tuple(mode.events), parameters, held, kept[0], peak, dict(carried))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from espalier.blocks import parameters_in
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.tensor.dtensor import DETACHED, set_by_program
 from espalier.torch_private import (
@@ -67,7 +68,7 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _torch_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    devices = {p.device for m in modules for p in m.parameters() if is_accelerator(p.device)}
+    devices = {p.device for m in modules for p in parameters_in(m) if is_accelerator(p.device)}
     states = [(device, get_rng_state(device)) for device in devices]
     with torch.random.fork_rng(devices=[]):
         try:
@@ -366,7 +367,7 @@ class Apart:
     ) -> None:
         memo: dict[Any, Any] = {DETACHED: True}
         tensors = _Tensors()
-        originals: list[Any] = [*module.parameters(), *module.buffers()]
+        originals: list[Any] = [*parameters_in(module), *module.buffers()]
         other_attributes = [instead(part) for part in module.modules()]
         for part, attributes in zip(module.modules(), other_attributes, strict=True):
             memo.update({id(vars(part)[name]): None for name in attributes if name in vars(part)})
@@ -391,7 +392,7 @@ class Apart:
         except Exception as error:
             raise NotCopiedError(_refused(module, error)) from error
         ids = {id(x) for x in originals}
-        if self.module is module or any(id(x) in ids for x in self.module.parameters()):
+        if self.module is module or any(id(x) in ids for x in parameters_in(self.module)):
             raise NotCopiedError(
                 f"{type(module).__name__} cannot be copied: a __deepcopy__ in it gives the same parameters."
             )

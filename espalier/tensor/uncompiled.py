@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from espalier.blocks import parameters_in
 from espalier.comm.custom_ops import recorders
 from espalier.layout import any_alive
 from espalier.mesh.process import World
@@ -79,7 +80,7 @@ def _meets_dtensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def _within(x: Any) -> Iterable[Any]:
     if isinstance(x, nn.Module):
-        return chain(x.parameters(), x.buffers())
+        return chain(parameters_in(x), x.buffers())
     if isinstance(x, dict):
         return dict.values(x)
     if isinstance(x, tuple | list):

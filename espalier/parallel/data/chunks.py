@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from espalier.blocks import units
+from espalier.blocks import parameters_in, units
 from espalier.layout import Layout, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.mesh.parts import joined
@@ -643,7 +643,7 @@ def _is_within(module: nn.Module, users: Sequence[nn.Module], parents: Mapping[i
 
 def _called(unit: nn.Module, here: Collection[int]) -> list[nn.Module]:
     """A unit, or if only some of its parameters are here, itself and the units within it."""
-    is_here = [id(p) in here for p in unit.parameters()]
+    is_here = [id(p) in here for p in parameters_in(unit)]
     if all(is_here) or not any(is_here):
         return [unit]
     return [unit, *(part for child in unit.children() for part in _called(child, here))]

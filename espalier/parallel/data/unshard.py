@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.comm import Work
 from espalier.comm.collectives import Fetching, start_gather
 from espalier.device import beside, wait_for
@@ -510,7 +511,7 @@ class Prefetcher:
         around = [m for m in self._watched if any(part is block for part in m.modules())]  # itself, too
         chunk_of = self.chunk_of
         used = dict.fromkeys(g for m in inside for g in self._watched[m][0])
-        used |= dict.fromkeys(self._of[id(chunk_of[id(p)])] for p in block.parameters())
+        used |= dict.fromkeys(self._of[id(chunk_of[id(p)])] for p in parameters_in(block))
         missing = used.keys() - {g for m in around for g in self._watched[m][0]}
         if missing or any(m is not block for m in inside):
             for module in inside:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.parallel.pipeline.record import (
     CallSpan,
     ModelStandIns,
@@ -210,7 +211,7 @@ class Divided:
         names = self._named(n for op in self.trace.ops[unit.start : unit.end] for n in op.reads)
         if unit.call is not None:
             module = self._modules[unit.call.name]
-            every = *module.parameters(), *module.buffers()
+            every = *parameters_in(module), *module.buffers()
             names |= {self._canonical[id(x)] for x in every if id(x) in self._canonical}
         return names
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
@@ -115,7 +116,7 @@ class ShapeInference:
                 theirs.training = ours.training
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
-            for p, dry_p in zip(self._model.parameters(), self._twin.parameters(), strict=True):
+            for p, dry_p in zip(parameters_in(self._model), parameters_in(self._twin), strict=True):
                 dry_p.requires_grad = p.requires_grad
             for (name, attribute), value in remembered.items():
                 if may_be_told(value):
@@ -202,7 +203,7 @@ class _Graph:
 
     def __init__(self, twin: nn.Module) -> None:
         self.is_sure = True
-        self._parameters = {id(p) for p in twin.parameters()}
+        self._parameters = {id(p) for p in parameters_in(twin)}
         self._ins: list[list[Any]] = []
         self._outs: list[list[Any]] = []
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import parts
+from espalier.blocks import parameters_in, parts
 from espalier.parallel.pipeline.programs import Divided, SentValue, traced_output
 from espalier.parallel.pipeline.record import (
     Env,
@@ -464,7 +464,7 @@ def _family(
     model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None, is_cut: bool = False
 ) -> _Family:
     if device is None:
-        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        device = next((p.device for p in parameters_in(model) if not p.is_meta), torch.device("cpu"))
     return _Family(model, ModelStandIns(model, device, dtype), device, is_cut)
 
 
@@ -601,7 +601,7 @@ def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
 
 
 def _has_tensors(m: nn.Module) -> bool:
-    return bool([*m.parameters(), *m.buffers()])
+    return bool([*parameters_in(m), *m.buffers()])
 
 
 def _tell_of_traces() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import blocks
+from espalier.blocks import blocks, parameters_in
 from espalier.parallel.pipeline.record import (
     METADATA,
     AnswerRecorder,
@@ -385,7 +385,7 @@ class _Recorder(TorchFunctionMode):
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
             self._quiet -= 1
-        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters_in(module))
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
         grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
         new: list[int] = []

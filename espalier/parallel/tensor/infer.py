@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from espalier.blocks import parameters_in
 from espalier.comm import ledger
 from espalier.comm.control import said_by_some
 from espalier.comm.dry import know, values_of
@@ -91,7 +92,7 @@ class Choices:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = sum(p.numel() for p in model.parameters())
+        self.parameters = sum(p.numel() for p in parameters_in(model))
         self.inferred: dict[Any, tuple[list[Group], Calls]] = {}
         self.tried: dict[Any, tuple[dict[Any, Cost], str]] = {}
 
@@ -143,7 +144,7 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
         NotCopiedError: it, or the batch, cannot be copied.
     """
     with apart(model, batch) as twin, torch.no_grad(), ExitStack() as stack:
-        if any(p.is_meta for p in twin.module.parameters()):
+        if any(p.is_meta for p in parameters_in(twin.module)):
             stack.enter_context(Recalled())
         for opened in around:
             stack.enter_context(opened(twin.module))
@@ -601,7 +602,7 @@ def _tried(
     if sequence:
         cut_sequences(twin, layouts, 0, ())
     memory, kept_bytes = DryMemory(), 0
-    for p in twin.parameters():
+    for p in parameters_in(twin):
         memory.hold(p)
         with raw():
             kept_bytes += p.nbytes * (_COPIES if p.requires_grad else 1)
