@@ -135,13 +135,21 @@ class Stacked(Own):
                 p.sub_(grad, alpha=0.1)
 
 
+class Clipping(Own):
+    """By torch's function, which takes the norm over all stages."""
+
+    def factor(self) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.2)
+        return 1.0
+
+
 class Noisy(Own):
     def factor(self) -> Any:
         return 1.0 + 0.5 * torch.rand(())
 
 
 ALONE = (Own, Counted, Stacked)
-TOGETHER = (Limited, Estimating, Counting, Listing, Averaging)
+TOGETHER = (Limited, Estimating, Counting, Listing, Averaging, Clipping)
 OF_ALL = (Limited, Estimating)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
 
