@@ -77,6 +77,10 @@ class StandIn(ABC):
         """Whether the part lies in another memory now than that in which the model computes."""
         return False
 
+    def unused(self) -> None:
+        """Be told that a backward pass is over that has gone to the tensor, and added nothing to it."""
+        return None
+
     def handed_out(self) -> None:
         """Be told that somebody gets an alias of the tensor's data (see :func:`hand_out`)."""
         return None

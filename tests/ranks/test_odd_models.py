@@ -104,6 +104,7 @@ def odd(rank: int, world: int, plan: dict[str, Any]) -> None:
             ("recompute", False, ""),
             ("reentrant", True, ""),
             ("plain", False, "before"),
+            ("plain", False, "taken"),
             ("plain", True, "after"),
             ("plain", False, "two"),
             ("plain", False, "retain"),
@@ -112,7 +113,11 @@ def odd(rank: int, world: int, plan: dict[str, Any]) -> None:
         ]
     ):
         net.how = plain.how = how
-        reg, reg_ = (penalty(net), penalty(plain)) if more == "before" else (0.0, 0.0)
+        if more == "taken":  # gradients of parameters alone, which are used again before a forward
+            for m in (net, plain):
+                first, *_, last = [p for p in m.parameters() if p.requires_grad]
+                torch.autograd.grad(first.norm() * last.norm() + last.square().sum(), [first, last])
+        reg, reg_ = (penalty(net), penalty(plain)) if more in ("before", "taken") else (0.0, 0.0)
         if more == "raise":
             engine((batch(7), False))  # its backward is never called
             with pytest.raises((TypeError, AttributeError)):

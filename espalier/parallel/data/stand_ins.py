@@ -39,6 +39,9 @@ class Owner(Protocol):
     def handed_out(self) -> None:
         """Be told that an alias of the parameter's data is handed out."""
 
+    def unused(self) -> None:
+        """Cut the parameter again, if no module computes with it."""
+
 
 class ShardedStandIn(StandIn):
     """What stands in for a parameter while it is cut.
@@ -108,6 +111,10 @@ class ShardedStandIn(StandIn):
     def handed_out(self) -> None:
         """Tell whose parameters these are."""
         self._owner.handed_out()
+
+    def unused(self) -> None:
+        """Cut it again: it was brought for the gradient."""
+        self._owner.unused()
 
     def forget(self) -> None:
         """Gather anew next time."""

@@ -228,6 +228,12 @@ class Unsharded:
         if self.is_kept:
             self._empty()
 
+    def unused(self) -> None:
+        """Let the parameters be pieces again, if no module computes with them, or will in a backward pass."""
+        if self.is_whole and not self.users and not self.marks:
+            self.open.clear()
+            self.release()
+
     def _recheck(self) -> None:
         """Let go of what is kept, if the pieces were written to: so they were on all ranks."""
         self.adopt()

@@ -167,7 +167,7 @@ def gradients(
         ends = [
             seeded(x, g) if type(x) is DTensor else (x, g) for x, g in zip(outputs, grad_outputs, strict=True)
         ]
-        inputs = [stood_for(x) for x in inputs]
+        sought, inputs = inputs, [stood_for(x) for x in inputs]
         edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) else x for x in inputs]
     zeros = bound.pop("materialize_grads", False)
     if zeros:
@@ -183,7 +183,11 @@ def gradients(
         return g if g is None or lay is None else stamp(g.view_as(g), gradient_layout(lay))
 
     with raw():
-        return tuple(map(typed, inputs, grads))
+        found = tuple(map(typed, inputs, grads))
+        for x in sought if not bound.get("create_graph") else ():
+            if isinstance(source := getattr(x, "_source", None), StandIn):
+                source.unused()
+    return found
 
 
 def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
