@@ -434,7 +434,9 @@ class Staged(Passes):
         """Gradients of copies that no rank used; and, without data, of what lies on other ranks."""
         with raw():
             for p in parameters_in(self.call.module):
-                if id(p) in without or not layout_of(p).mesh.is_member:
+                if id(p) in without:
+                    p.grad = None  # also what is shown of it
+                elif not layout_of(p).mesh.is_member:
                     _grad.__set__(p, None)
 
     def _tell_of_gradients(self) -> None:
@@ -450,11 +452,13 @@ class Staged(Passes):
     def finish(self) -> None:
         assert self.data is not None
         self.seen.admit()
-        if not self._is_finished or self.seen.are_given:
-            self.data.gradients.finish()
         if not self._is_finished:
             self._is_finished = True
+            self.data.gradients.finish()
             self._sum_shared(self.data)
+        elif self.seen.are_given:
+            self.data.gradients.finish()
+            self._drop_unneeded(self.data.gradients.without)
 
     def counted(self) -> dict[str, torch.Tensor]:
         assert self.data is not None

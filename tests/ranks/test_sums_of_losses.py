@@ -153,6 +153,8 @@ def given(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
         loss_of(model, step).backward()
     gradients = [p.grad for p in model.parameters()]
     torch._foreach_mul_(gradients, 0.5)
+    if step == 1:  # also one of a weight of which several stages have copies
+        next(model.parameters()).grad = None
     return [nn.utils.clip_grad_norm_(model.parameters(), 0.02, norm_type=step * math.inf)]
 
 
@@ -164,7 +166,7 @@ PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
     taken: (layers,),
     met: (layers,),
     followed: (layers, Tied),
-    given: (layers,),
+    given: (layers, Tied),
 }
 PLANS: tuple[dict[str, Any], ...] = (
     {"pipe": 4},
