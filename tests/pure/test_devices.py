@@ -155,8 +155,9 @@ def test_a_model_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
     monkeypatch.setattr(start, "use", used.append)
     start._stay_on_device(torch.nn.Linear(2, 2))
-    there: Any = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 3))])
-    start._stay_on_device(there)
+    there = [SimpleNamespace(device=torch.device("cuda", 3))]
+    monkeypatch.setattr(start, "parameters_in", lambda model: there)
+    start._stay_on_device(torch.nn.Linear(2, 2))
     assert used == [torch.device("cuda", 3)]
 
 

@@ -88,14 +88,15 @@ def test_tensors_are_found_in_order_and_in_objects_so_deep() -> None:
 
 def test_leaves_have_names() -> None:
     tree = {"a": {1: "x", "b": ["y", "z"]}, "c": MappingProxyType({"d": ()}), "e": {}}
-    assert dict(named_leaves(tree, lambda x: isinstance(x, Mapping))) == {
+    assert dict(named_leaves(tree, lambda name, x: name != "e" and isinstance(x, Mapping))) == {
         "a.1": "x",
         "a.b": ["y", "z"],
         "c.d": (),
+        "e": {},
     }
-    in_lists = named_leaves(["y", ("z",)], lambda x: isinstance(x, list | tuple))
+    in_lists = named_leaves(["y", ("z",)], lambda _, x: isinstance(x, list | tuple))
     assert list(in_lists) == [("0", "y"), ("1.0", "z")]
-    assert list(named_leaves(ONE, lambda x: False)) == [("", ONE)]
+    assert list(named_leaves(ONE, lambda *_: False)) == [("", ONE)]
 
 
 def test_registered_classes_are_opened_as_torch_opens_them() -> None:

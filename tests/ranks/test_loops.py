@@ -477,9 +477,9 @@ def clipped(rank: int, world: int, plan: dict[str, Any], dtype: torch.dtype) -> 
         else:
             engine.backward(engine((x, x)))
         if step == 0 and plan.get("pipe", 1) > 1:
-            away = any(p.is_meta for p in net.parameters())
-            with pytest.raises(ValueError, match=r"copies of embed\.weight") if away else nullcontext():
-                of_all(net)
+            with pytest.warns(espalier.GatherWarning):  # in several stages; the head's weight is in two
+                for a, b in zip(of_all(net), of_all(plain), strict=True):
+                    assert (espalier.full_tensor(a) - b).abs().max() < exact, plan
         for of in ("", "middle", "embed"):
             parts = [m.get_submodule(of).parameters() for m in (net, plain)]
             norm, expected = (clip(part, 0.5**step / 20, order) for part in parts)
