@@ -599,9 +599,7 @@ def _note_addends(call_arguments: tuple[Any, ...]) -> None:
 
 _KNOWN = frozenset({"_saved", "_source", "_handed_out", "_unfinished", "_reduced"})
 """Attributes of tensors that others may know by their addends."""
-_PRODUCTS = frozenset(
-    f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "View", "UnsafeView")
-)
+_PRODUCTS = frozenset(f"{name}Backward0" for name in "Mm Addmm Bmm Baddbmm Linear View UnsafeView".split())
 
 
 def _gathered(x: DTensor, m: Move, tag: Any) -> torch.Tensor:
@@ -680,8 +678,7 @@ def key_of(a: Any) -> Any:
     if t is float or t is complex:
         return t if a else 0.0  # of a scalar's value, no more than whether it is zero decides
     if t is slice:
-        parts = a.start, a.stop, a.step
-        return (slice, *[x if type(x) in _ITSELF else key_of(x) for x in parts])
+        return (slice, *[x if type(x) in _ITSELF else key_of(x) for x in (a.start, a.stop, a.step)])
     if t is tuple or t is list or t is torch.Size:
         return (t, *[x if type(x) in _ITSELF else key_of(x) for x in a])
     if isinstance(a, torch.Tensor):
