@@ -205,7 +205,7 @@ def _ends(inputs: Any) -> Any:
     several = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     several = tuple(several.values() if isinstance(several, Mapping) else several)
     if not any(type(x) is DTensor for x in several):
-        return inputs
+        return several if type(inputs) is dict else inputs  # torch 2.11 takes no dict
     for x in several:
         if isinstance(x, torch.Tensor) and x.grad_fn is not None:
             x.retain_grad()
