@@ -307,9 +307,9 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
     """
     home = mesh.within or mesh
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if not mesh.is_dry:
+        make_the_rest_real(model)
     for module in model.modules():
-        if not mesh.is_dry:
-            make_the_rest_real(module)
         for name, b in own_buffers(module).items():
             if b is not None:
                 if id(b) not in shared:

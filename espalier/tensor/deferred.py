@@ -262,8 +262,6 @@ class Tape:
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay theirs
         self._numbers: dict[int, int] = {}
         self._states: dict[int, torch.Tensor] = {}
-        self._real: dict[int, torch.UntypedStorage] = {}  # by numbers
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the ids of the first, held
 
     @property
     def has_asked(self) -> bool:
@@ -343,24 +341,6 @@ class Tape:
         """A tensor's values, whole, on the CPU; torch's random state is left as it is."""
         at = self.ref(x)
         assert at is not None
-        return self._value(at)
-
-    def made_real(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, of what is recorded no further: what is one tensor, or one memory, is one again."""
-        if id(x) in self._made:
-            return self._made[id(x)][1]
-        at = self.ref(x)
-        assert at is not None
-        if at.storage not in self._real:
-            length = self._storages[at.storage].nbytes() // x.dtype.itemsize
-            flat = self._value(Ref(at.storage, (length,), (1,), 0, x.dtype))
-            self._real[at.storage] = flat.untyped_storage()
-        value = torch.empty(0, dtype=x.dtype).set_(self._real[at.storage], at.offset, at.shape, at.stride)
-        vars(value).update(set_by_program(x))
-        self._made[id(x)] = x, value.requires_grad_(x.requires_grad)
-        return value
-
-    def _value(self, at: Ref) -> torch.Tensor:
         values: list[torch.Tensor] = []
         schedule = ReplayOrder(self.ops, self.sizes(), [(at, lambda y: values.append(y.clone()))])
         before, self.resting = torch.get_rng_state(), True
@@ -622,26 +602,52 @@ def _get_memory(p: nn.Parameter, whole: torch.Tensor) -> None:
     become(p, nn.Parameter(whole.clone(), requires_grad=p.requires_grad))
 
 
-def make_the_rest_real(module: nn.Module) -> None:
-    """Give a module's own buffers, and recorded tensors that are attributes of it, their values.
+class _Values:
+    """Values of recorded tensors: what is one tensor, or one memory, is one again."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, torch.UntypedStorage] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the ids of the first, held
+
+    def of(self, x: torch.Tensor, tape: Tape) -> torch.Tensor:
+        """That of a tensor on a tape, with what a program has set on it."""
+        if id(x) not in self._tensors:
+            memory = memory_id(x)
+            if memory not in self._memories:
+                whole = torch.empty(0, dtype=x.dtype, device="meta").set_(x.untyped_storage())
+                self._memories[memory] = tape.value(whole).untyped_storage()
+            value = torch.empty(0, dtype=x.dtype)
+            value.set_(self._memories[memory], x.storage_offset(), x.shape, x.stride())
+            vars(value).update(set_by_program(x))
+            self._tensors[id(x)] = x, value.requires_grad_(x.requires_grad)
+        return self._tensors[id(x)][1]
+
+
+def make_the_rest_real(model: nn.Module) -> None:
+    """Give a model's buffers, and recorded tensors that are attributes of its modules, their values.
 
     Raises:
         ValueError: see :func:`tape_of`.
     """
-    make_values_real(own_buffers(module))
+    values = _Values()
 
     def real(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_meta or isinstance(x, nn.Parameter):
             return x
         tape: Tape | None = getattr(x.untyped_storage(), "_deferred", None)
-        return x if tape is None else tape.made_real(x)
+        return x if tape is None else values.of(x, tape)
 
-    for name, value in vars(module).items():
-        if name not in TABLES and any(x.is_meta for x in tensors_in(value)):
-            vars(module)[name] = tree_map(real, value)
+    for module in model.modules():
+        make_values_real(own_buffers(module), values.of)
+        for name, value in vars(module).items():
+            if name not in TABLES and any(x.is_meta for x in tensors_in(value)):
+                vars(module)[name] = tree_map(real, value)
 
 
-def make_values_real(table: MutableMapping[str, Any]) -> None:
+def make_values_real(
+    table: MutableMapping[str, Any],
+    value_of: Callable[[torch.Tensor, Tape], torch.Tensor] = lambda x, tape: tape.value(x),
+) -> None:
     """Give the tensors among a mapping's values theirs.
 
     Raises:
@@ -650,7 +656,7 @@ def make_values_real(table: MutableMapping[str, Any]) -> None:
     for name, x in table.items():
         tape = tape_of(x) if isinstance(x, torch.Tensor) else None
         if tape is not None:
-            table[name] = tape.made_real(x)
+            table[name] = value_of(x, tape)
 
 
 def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
