@@ -93,12 +93,12 @@ def _children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: m for name, m in module.named_children() if any(True for _ in m.parameters())}
+    return {name: m for name, m in module.named_children() if any(True for _ in parameters_in(m))}
 
 
 def _has_blocks(module: nn.Module) -> bool:
     for m in module.modules():
-        if isinstance(m, _LISTS) and sum(any(True for _ in c.parameters()) for c in m.children()) > 1:
+        if isinstance(m, _LISTS) and sum(any(True for _ in parameters_in(c)) for c in m.children()) > 1:
             return True
     return False
 

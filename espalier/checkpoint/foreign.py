@@ -111,7 +111,7 @@ class Foreign(TensorSource):
         extra = {prefix + n.removeprefix(cut): n for n in state if is_extra_state(n)}
         # a file may have been written by what keeps none
         said = {n: source.values[theirs] for theirs, n in extra.items() if theirs in source.values}
-        self.values = {"model": said}
+        values: dict[str, Any] = {"model": said}
         every = *source.entries, *filter(is_extra_state, source.values)
         left = [n for n in every if n.startswith(prefix) and n not in used and n not in extra]
         self._check(model, {name: (wanted[name], names) for name, names in names_of.items()}, left)
@@ -123,8 +123,8 @@ class Foreign(TensorSource):
             reader = StoredOptimizer(source, order, known)
             reader.check(order, optimizer)
             self._names |= {f"optimizer.state.{at}": [theirs] for at, theirs in reader.tensors.items()}
-            told = {"groups": reader.groups, "states": reader.states}
-            self.values = {"model": said, "optimizer": told}
+            values["optimizer"] = {"groups": reader.groups, "states": reader.states}
+        self.values = values
         self.entries = {name: source.entries[theirs[0]] for name, theirs in self._names.items()}
 
     def _check(

@@ -112,7 +112,8 @@ class MicroBatches:
         self._writes: Mapping[str, int] = {}
         if not mesh.is_dry:
             if any(split.remembers for split in self._splits):
-                self._before = snapshot(model)
+                is_whole = any(isinstance(split, Undivided) for split in self._splits)
+                self._before = snapshot(model, is_whole)
             names = frozenset().union(*(split.writes for split in self._splits))
             self._writes = {name: of.stages.home(name) for name in sorted(names)}
         if model is not of.call.module:
@@ -138,8 +139,7 @@ class MicroBatches:
             self._dice.tell()
         if self._before is not None:
             has_failed = self._of.stages.runtime.failure is not None
-            is_whole = any(isinstance(split, Undivided) for split in self._splits)
-            self._of.memory.tell(self._model, self._before, has_failed, is_whole)
+            self._of.memory.tell(self._model, self._before, has_failed)
         if self._writes:
             self._of.memory.tell_buffers(self._model, self._writes)
 

@@ -679,7 +679,7 @@ class _Copies:
                             with torch.no_grad():
                                 x.copy_(value)
                     mine.update(new)
-            for p, x in zip(model.parameters(), twin.parameters(), strict=True):
+            for p, x in zip(parameters_in(model), parameters_in(twin), strict=True):
                 name_value(x, "copy", made, name_of(p))
         self._early.clear()
 

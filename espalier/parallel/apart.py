@@ -11,12 +11,13 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from espalier.parallel.fused import holding
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor.dry_runs import restore, states
 from espalier.torch_private import forget_step_hooks
@@ -28,15 +29,10 @@ _ROUNDING = 0.02  # of how far a parameter has come
 _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
-def shadow_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def shadow_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer again, with some of its parameters, the same states, and no hooks."""
-    ids = {id(p) for p in parameters}
-    return _shadow(optimizer, ids)
-
-
-def _shadow(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimizer:
     if isinstance(optimizer, Several):
-        return Several([_shadow(part, ids) for part in optimizer.parts])
+        return Several([shadow_of(part, parameters) for part in optimizer.parts])
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     step = type(optimizer).step
@@ -45,6 +41,7 @@ def _shadow(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Opti
     shadow.step = partial(step, shadow)  # type: ignore
     shadow.step.hooked = False  # type: ignore[attr-defined]
     forget_step_hooks(shadow)
+    ids = {id(p) for p in parameters}
     shadow.param_groups = []
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if id(p) in ids]
@@ -168,12 +165,10 @@ def _one_by_one(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) ->
 
     def step() -> None:
         shadows = [shadow_of(optimizer, [p]) for p in params]
-        held = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.step()
-        for group, of_group in zip(optimizer.param_groups, held, strict=True):
-            group["params"] = of_group
+        with holding(optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = []
+            optimizer.step()
         for shadow in shadows:
             shadow.step()
 

@@ -316,7 +316,7 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
                     shared[id(b)] = b, _shared(b, home, mesh)
                 own_buffers(module)[name] = shared[id(b)][1]
     for module in () if mesh.is_dry else model.modules():
-        if converts_itself(module) and next(module.parameters(), None) is None:
+        if converts_itself(module) and next(parameters_in(module), None) is None:
             module.to(mesh.device())
 
 

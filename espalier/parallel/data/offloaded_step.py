@@ -328,22 +328,15 @@ class OffloadedStep:
             )
         here = {id(p) for group in optimizer.param_groups for p in group["params"]}
         updated = [a for a in self.away if any(id(p) in here for p in a.parameters)]
-        try:
+        with self._careful():
             with ExitStack() as turns:
                 for a in updated:
-                    if a.place != "device":
-                        what, shown = a.states(states)
-                        a.set(states, what, self.store.take(a.key, shown))
+                    self._bring(states, a)
                     self._copies.pop(a.chunk, None)
                     turns.enter_context(self._turns(a.chunk, False))
                 step(optimizer)
             for a in updated:
                 self.leave(states, a)
-        except DiskError as error:
-            self.store.errors.append(error)
-        finally:
-            self.store.drop_fetched()
-            self.store.settle()
 
     def agree(self) -> None:
         """Raise on all ranks what went wrong with files on one of them (a collective, if any are used).
@@ -378,12 +371,10 @@ class OffloadedStep:
         ahead = on_host and is_accelerator(self.store.device)
         by_host = self._by_host() if on_host else []
         ready = reached(self.store.device)
-        try:
+        with self._careful():
             for i, a in enumerate(of):
                 there = a in by_host
-                if a.place != "device":
-                    what, shown = a.states(states)
-                    a.set(states, what, self.store.take(a.key, shown, on_host=there))
+                self._bring(states, a, on_host=there)
                 # so that three chunks are here at most: one leaves, one has its turn, one comes
                 self.store.settle(keep=len(a.chunk.places.keys() - {"gradients"}))
                 for following in of[i + 1 : i + 2]:
@@ -400,11 +391,23 @@ class OffloadedStep:
                     else:
                         visit(a.chunk)
                 self.leave(states, a)
+
+    @contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Updates of chunks: an error of the disk is kept, and what was put away is away after them."""
+        try:
+            yield
         except DiskError as error:
             self.store.errors.append(error)
         finally:
             self.store.drop_fetched()
             self.store.settle()
+
+    def _bring(self, states: OptimizerStates, a: OffloadedChunk, *, on_host: bool = False) -> None:
+        """Let a chunk's states be there: :meth:`leave` takes them away again."""
+        if a.place != "device":
+            what, shown = a.states(states)
+            a.set(states, what, self.store.take(a.key, shown, on_host=on_host))
 
     def _by_host(self) -> list[OffloadedChunk]:
         """Those that the host updates."""

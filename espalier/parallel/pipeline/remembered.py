@@ -65,15 +65,18 @@ class _Sent:
 
 
 class Snapshot(NamedTuple):
-    """What modules remember as a pass begins: what their attributes and buffers are, and buffers' marks."""
+    """What modules remember as a pass begins: what their attributes and buffers are.
+
+    And marks of buffers, where one rank computes all and nobody knows to which it is to write.
+    """
 
     remembered: Mapping[str, Mapping[str, Any]]
-    marks: Mapping[str, Any]
+    marks: Mapping[str, Any] | None
 
 
-def snapshot(model: nn.Module) -> Snapshot:
-    """What the modules of a model remember now."""
-    marks = {name: written_mark(b) for name, b in model.named_buffers()}
+def snapshot(model: nn.Module, is_whole: bool) -> Snapshot:
+    """What the modules of a model remember now; ``is_whole``: with marks."""
+    marks = {name: written_mark(b) for name, b in model.named_buffers()} if is_whole else None
     return Snapshot(ModelStandIns.snapshot(model), marks)
 
 
@@ -108,18 +111,17 @@ class Memory:
         finally:
             self._is_kept = before
 
-    def tell(self, model: nn.Module, before: Snapshot, has_failed: bool, is_whole: bool) -> None:
+    def tell(self, model: nn.Module, before: Snapshot, has_failed: bool) -> None:
         """After a pass: all ranks come here.
 
         Args:
             before: of the model, when the pass began.
             has_failed: whether this rank has: then nobody tells anything.
-            is_whole: whether one rank has computed all, and nobody knows to which buffers it was to write.
         """
         here = self._mesh.coordinate[self._axis]
         found = {} if has_failed else _found(model, before)
-        if is_whole and not has_failed:
-            found |= _written(model, before)
+        if before.marks is not None and not has_failed:
+            found |= _written(model, before.marks)
         if not self._hears({place: self._form(x) for place, x in found.items()}, has_failed):
             return
         told = [{place: pickle.loads(form) for place, form in said.items()} for said in self._said]
@@ -271,10 +273,10 @@ def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     return found
 
 
-def _written(model: nn.Module, before: Snapshot) -> dict[Place, torch.Tensor]:
+def _written(model: nn.Module, marks: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
     """The buffers of modules that have written to one: to running means torch writes and does not say so."""
     buffers = [(*name.rpartition(".")[::2], name, b) for name, b in model.named_buffers()]
-    owners = {owner for owner, _, name, b in buffers if before.marks.get(name) != written_mark(b)}
+    owners = {owner for owner, _, name, b in buffers if marks.get(name) != written_mark(b)}
     return {Place(owner, key, True): b for owner, key, _, b in buffers if owner in owners}
 
 
