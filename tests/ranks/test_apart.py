@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import espalier
 from espalier.parallel.apart import makes_one_of_all, updates_each_alone
+from tests.ranks.test_habits import Lookahead
+from tests.ranks.test_sums_of_losses import layers
 
 TOLERANCE = 1e-10
 Params = Any
@@ -87,26 +89,9 @@ class Listing(Own):
                 p.sub_(mean.lerp_(p.grad, 0.3), alpha=0.1)
 
 
-class Averaging(torch.optim.Optimizer):
+def averaging(params: Params) -> torch.optim.Optimizer:
     """Around another."""
-
-    def __init__(self, params: Params) -> None:
-        self.inner, self.steps = torch.optim.Adam(params, 0.05), 0
-        self.param_groups, self.defaults, self.state = (
-            self.inner.param_groups, self.inner.defaults, self.inner.state,
-        )  # fmt: skip
-        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.steps += 1
-        every = [p for group in self.param_groups for p in group["params"]]
-        for p, slow in zip(every, self.slow, strict=True) if self.steps % 2 == 0 else ():
-            p.copy_(slow.lerp_(p, 0.5))
+    return Lookahead(torch.optim.Adam(params, 0.05))
 
 
 class Counted(Own):
@@ -149,22 +134,14 @@ class Noisy(Own):
 
 
 ALONE = (Own, Counted, Stacked)
-TOGETHER = (Limited, Estimating, Counting, Listing, Averaging, Clipping)
+TOGETHER = (Limited, Estimating, Counting, Listing, averaging, Clipping)
 OF_ALL = (Limited, Estimating)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
 
 
-def net() -> nn.Sequential:
+def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 12),
-        nn.Tanh(),
-        nn.Linear(12, 12),
-        nn.GELU(),
-        nn.Linear(12, 12),
-        nn.ReLU(),
-        nn.Linear(12, 4),
-    )
+    return layers()
 
 
 def trained(kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any] | None) -> torch.Tensor:
@@ -206,7 +183,7 @@ def same(rank: int, world: int, folder: Path) -> None:
                         with pytest.raises(ValueError, match="makes something of all its parameters"):
                             trained(kind, plan)
                         continue
-                    if "pipe" in plan and kind is Averaging:
+                    if "pipe" in plan and kind is averaging:
                         continue  # refused in words: it writes to parameters of other stages
                     apart = (trained(kind, plan) - expected).abs().max().item()
                 assert apart < TOLERANCE, f"{kind} under {plan}: {apart}"
