@@ -16,7 +16,14 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a module and of all in it, also where its ``parameters()`` gives fewer."""
-    return (p for _, p in nn.Module.named_parameters(module))
+    return (p for _, p in named_parameters_in(module))
+
+
+def named_parameters_in(
+    module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The same by name, as in a state dict, also where its ``named_parameters()`` gives other names."""
+    return nn.Module.named_parameters(module, remove_duplicate=remove_duplicate)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -290,6 +290,7 @@ HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 HOOK_OPTIONS = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+STATE_NOTES = "_metadata"  # of a state dict: what modules say of their version
 COMPILED_CALL = "_compiled_call_impl"  # what ``module.compile()`` has put in the place of its call
 
 
@@ -311,6 +312,18 @@ def own_modules(module: torch.nn.Module) -> dict[str, Any]:
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """What is called before a module's forward, and after it."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def goes_by_apply(method: Any) -> bool:
+    """Whether a method of modules moves or casts all that they have."""
+    return "_apply" in getattr(getattr(method, "__code__", None), "co_names", ())
+
+
+def keeps_state_its_own_way(module: torch.nn.Module) -> bool:
+    """Whether a module gives or takes its part of a state dict by hooks, or by methods not of torch."""
+    hooks = module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    methods: tuple[Any, ...] = module._save_to_state_dict, module._load_from_state_dict
+    return any(hooks) or not all(str(m.__module__).startswith("torch.") for m in methods)
 
 
 def forget_backward_hooks(module: torch.nn.Module) -> None:

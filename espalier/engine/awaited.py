@@ -31,6 +31,7 @@ from espalier.trees import leaves, tree_map
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
 _ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
 _QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
+_OF_GRADIENTS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
 _OF_ROWS = frozenset("shape size numel nelement".split())  # another in each micro-batch
 _IN_PLACE = {
     f"__i{name}__": getattr(operator, name) for name in "add sub mul truediv floordiv mod pow".split()
@@ -59,6 +60,9 @@ class Source(Protocol):
     def rows(self) -> int:
         """How many the inputs given have."""
 
+    def check_inputs(self) -> None:
+        """See that no input wants a gradient: there is none in a pipeline."""
+
     def value(self) -> Any:
         """What the model gives, without gradients."""
 
@@ -70,6 +74,26 @@ class Source(Protocol):
 
     def aside(self) -> AbstractContextManager[None]:
         """While open, gradients that there are do not count: they are as before after it."""
+
+
+class Hook:
+    """A hook of a gradient that is yet to come: what ``register_hook`` gives of it."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook: Callable[[torch.Tensor], Any] | None = hook
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._hook = None
+
+    def __call__(self, grad: torch.Tensor) -> Any:
+        return None if self._hook is None else self._hook(grad)
+
+
+def _hooked(x: torch.Tensor, hook: Hook) -> torch.Tensor:
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x
 
 
 class _Step(NamedTuple):
@@ -128,7 +152,28 @@ class Awaited:
         of, name = step.args
         if name in _QUESTIONS:
             return of._asked(name, lambda x: getattr(x, name)(*args, **kwargs), kept)
+        if name in _OF_GRADIENTS:
+            return of._hook(name, *args, **kwargs)
         return of._write(_call_method, (name, *args), kwargs) if _is_in_place(name) else kept()
+
+    def _hook(self, name: str, hook: Callable[..., Any] | None = None) -> Hook:
+        """Call of a gradient of it: ``x.register_hook(hook)``, as of a tensor.
+
+        Raises:
+            TypeError: it cannot be called of the whole gradient here.
+        """
+        if name != "register_hook" or hook is None or self._is_used or not self._source.is_whole:
+            raise TypeError(
+                f"x.{name}(...) of what a pipeline has yet to compute: its gradient is on the ranks of the "
+                "last stage alone, and of several micro-batches there is one of each. x.register_hook(hook) "
+                "goes with accumulate = 1, before anything is made of x; else put the hook into the model's "
+                "forward."
+            )
+        kept = Hook(hook)
+        before = Awaited(self._source, self._step)
+        self._step = _kept(_hooked, (before, kept), {})._step
+        self._known = self._shape = None
+        return kept
 
     def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
         """What can be said of a tensor without its value; kept if each micro-batch says another thing."""
@@ -220,6 +265,7 @@ class Awaited:
                 "pipeline such things are not where it is computed. Add a penalty to the whole loss, or "
                 "weigh that (loss + penalty, weight * loss); or let the model's forward compute it."
             )
+        self._source.check_inputs()
         captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
 from espalier.checkpoint.folder import INDEX
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
@@ -26,6 +26,7 @@ from espalier.comm.control import agree, gather_objects
 from espalier.comm.redistribute import carry_out
 from espalier.device import get_rng_state, set_rng_state
 from espalier.engine.batches import Loader, restore_loaders
+from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_of
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
 from espalier.engine.update import like_parameter
@@ -56,13 +57,13 @@ def tree_of(
         state: the model's state dict, its own tensors, where it is at hand.
     """
     tree: dict[str, Lying] = {}
-    for name, x in tensors_of(_own_state(module) if state is None else state).items():
+    for name, x in tensors_of(_all_of(module) if state is None else state).items():
         if not isinstance(x, DTensor):
             tree[f"model.{name}"] = _lying(x, _mesh_of(module, name, mesh))
         elif saves(name):
             tree[f"model.{name}"] = _lying(x, mesh, steady=isinstance(x, nn.Parameter))
     if optimizer is not None:
-        for name, p in module.named_parameters():
+        for name, p in named_parameters_in(module):
             states = optimizer.state.get(p, {})
             for key in sorted(states, key=str):  # on other ranks they may have come in another order
                 x = states[key]
@@ -95,7 +96,7 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 def groups_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups: names of parameters, and options."""
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters_in(module)}
     return [
         {
             "names": [names[id(p)] for p in group["params"]],
@@ -118,7 +119,7 @@ def index_and_tree(
     Raises:
         ValueError: there is something among it that cannot be saved.
     """
-    state = _own_state(module)
+    state = _all_of(module)
     _refuse_sparse(state)
     tree = tree_of(module, optimizer, mesh, saves, state)
 
@@ -135,7 +136,7 @@ def index_and_tree(
             "groups": groups_of(module, optimizer),
             "states": {
                 name: {k: x for k, x in optimizer.state.get(p, {}).items() if not isinstance(x, torch.Tensor)}
-                for name, p in module.named_parameters()
+                for name, p in named_parameters_in(module)
             },
         }
     encoded = {key: encode(value, key, take) for key, value in said.items()}
@@ -207,14 +208,23 @@ def agreed(error: Exception | None, mesh: Mesh, kind: type[Exception] = Checkpoi
     agree(met, mesh, range(mesh.ndim))
 
 
+Everywhere = Callable[[str, torch.Tensor], torch.Tensor]
+Values = Mapping[torch.Tensor, torch.Tensor]
+
+
 class EngineState(NamedTuple):
-    """What a checkpoint holds of an engine, beside the number of its steps."""
+    """What a checkpoint holds of an engine, beside the number of its steps.
+
+    Attributes:
+        everywhere: gives the whole value, on every rank, of what has a name and lies somehow.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
     mesh: Mesh
     scaler: LossScaler | None
     loaders: tuple[Loader, ...]
+    everywhere: Everywhere
 
 
 def restore(
@@ -252,6 +262,9 @@ def restore(
         row = torch.empty(1, n, dtype=torch.uint8)
         loading.take(_STREAMS, row, Box((mesh.rank % rows, 0), (1, n)))
     agreed(loading.error, mesh)
+    if loads_by_itself(module):
+        state = _whole_state(checkpoint, _all_of(module), mesh)
+        take_state(own, data, partial(nn.Module.load_state_dict, module, state))
     if not model_only:
         torch.set_rng_state(random)
         if stream is not None and row is not None and row[0].shape == stream.get().shape:
@@ -279,7 +292,7 @@ class Loading:
         self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
     ) -> None:
         self._checkpoint, self._module, self._optimizer, self._mesh = checkpoint, module, optimizer, mesh
-        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._names = {id(p): name for name, p in named_parameters_in(module)}
         self._states = {} if optimizer is None else states_of(checkpoint)
         self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
         self.error: Exception | None = None
@@ -295,7 +308,7 @@ class Loading:
             if data is not None:
                 data.fill(self.fill, {} if optimizer is None else optimizer.state)
                 filled = {id(m.p) for chunk in data.chunks for m in chunk.members}
-            for name, x in tensors_of(_own_state(self._module)).items():
+            for name, x in tensors_of(_all_of(self._module)).items():
                 if id(x) in filled:
                     continue
                 if isinstance(x, nn.Parameter):  # it is plain yet, or frozen
@@ -366,20 +379,25 @@ def held(p: nn.Parameter) -> torch.Tensor:
         return stamp(here, _layout(p)) if isinstance(p, DTensor) else here
 
 
-def set_parameter(own: EngineState, data: ZeroState | None, p: nn.Parameter, value: torch.Tensor) -> None:
-    """See :meth:`espalier.Engine.set_parameter`; ``data`` as for :func:`restore`.
+def set_parameters(own: EngineState, data: ZeroState | None, values: Values) -> None:
+    """Let parameters, and their float32 masters, be tensors; ``data`` as for :func:`restore`.
+
+    Args:
+        values: by parameter; whole and the same on all ranks, or DTensors.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: one has another shape.
     """
-    if value.shape != p.shape:
-        raise ValueError(
-            f"engine.set_parameter: the parameter has the shape {list(p.shape)}, the value "
-            f"{list(value.shape)}: expected the same."
-        )
+    for p, value in values.items():
+        if value.shape != p.shape:
+            raise ValueError(
+                f"A parameter has the shape {list(p.shape)}, the value that it is to take "
+                f"{list(value.shape)}: expected the same."
+            )
 
-    def fill(member: torch.Tensor) -> None:
-        if member is not p or not (layout := _layout(p)).mesh.is_member:
+    def fill(p: torch.Tensor) -> None:
+        value = values.get(p)
+        if value is None or not (layout := _layout(p)).mesh.is_member:
             return
         if isinstance(value, DTensor):
             part = plain(carry_out(plain(value.detach()), _layout(value), layout))
@@ -388,17 +406,36 @@ def set_parameter(own: EngineState, data: ZeroState | None, p: nn.Parameter, val
         with raw():
             plain(p.detach()).copy_(part)
 
+    trained = set() if data is None else {m.p for chunk in data.chunks for m in chunk.members}
     with torch.no_grad():
-        if data is not None and any(m.p is p for chunk in data.chunks for m in chunk.members):
+        if data is not None and not trained.isdisjoint(values):
             data.fill(fill, {} if own.optimizer is None else own.optimizer.state)
-        elif isinstance(p, DTensor):
-            fill(p)
-        else:
-            p.copy_(full_tensor(value))
+        for p, value in values.items():
+            if p in trained:
+                continue
+            if isinstance(p, DTensor):
+                fill(p)
+            else:
+                p.copy_(full_tensor(value))
+
+
+def take_state(own: EngineState, data: ZeroState | None, load: Callable[[], Any]) -> Any:
+    """Have a model that loads by itself do so, by ``load``; ``data`` as for :func:`restore`."""
+    if data is None:
+        return load()
+    parameters = dict(named_parameters_in(own.module, remove_duplicate=False))
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    with torch.no_grad(), data.precise():
+        for name, p in parameters.items():
+            if p not in whole:
+                whole[p] = nn.Parameter(own.everywhere(name, p).clone(), p.requires_grad)
+    given, after = load_by_model(own.module, {name: whole[p] for name, p in parameters.items()}, load)
+    set_parameters(own, data, {p: after[name] for name, p in parameters.items() if name in after})
+    return given
 
 
 def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters_in(module)}
     saved = {name: group["options"] for group in groups for name in group["names"]}
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -453,8 +490,13 @@ _FORMER_KINDS = {"Muon and AdamW": "Mixed"}
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """A model's state dict, with its parameters themselves."""
+    """A model's state dict as it gives it, with its parameters themselves."""
     return module.state_dict(keep_vars=True)
+
+
+def _all_of(module: nn.Module) -> dict[str, Any]:
+    """The same under torch's own names, of all that there is: the model may leave out or rename some."""
+    return nn.Module.state_dict(module, keep_vars=True)
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -477,7 +519,7 @@ def conflicts(
     optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
     """One line for each."""
-    state = _own_state(module)
+    state = _all_of(module)
     tensors = state_tensors(state)
     saved = {n: e for n, e in checkpoint.under("model.").items() if "_extra_state" not in n.split(".")}
     lines = [f"missing from it: {n} {list(x.shape)}" for n, x in tensors.items() if n not in saved]
@@ -510,7 +552,7 @@ def _of_optimizer(
             return strange
     elif known["class"] not in (kind := _kind_of(optimizer), _FORMER_KINDS.get(kind)):
         return [f"its optimizer is {known['class']}, not {kind}"]
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters_in(module)}
     saved = {name for group in known["groups"] for name in group["names"]}
     grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     lines = [f"its optimizer does not hold {name}" for held in grouped for name in held if name not in saved]
@@ -540,20 +582,45 @@ def load_weights(
     own: EngineState, data: ZeroState | None, path: str | Path | Mapping[str, Any], optimizer: bool
 ) -> None:
     """See :meth:`espalier.Engine.load_weights`; ``data`` as for :func:`restore`."""
-    weights, error = None, None
+    module, trained = own.module, own.optimizer if optimizer else None
+    weights, source, error = None, None, None
     try:
         source = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
-        weights = Foreign(source, own.module, own.optimizer if optimizer else None)
+        weights = Foreign(source, module, trained)
     except FormatError as met:
         error = met
-    agreed(error, own.mesh, ValueError)
-    assert weights is not None
-    loading = Loading(weights, own.module, own.optimizer if optimizer else None, own.mesh)
-    loading.run(data, own.optimizer)
-    agreed(loading.error, own.mesh, ValueError)
-    _set_extra_states(own.module, weights.values["model"])
-    if optimizer and own.optimizer is not None:
-        set_options(own.optimizer, own.module, weights.values["optimizer"]["groups"])
+    by_itself = loads_by_itself(module)
+    if source is None or trained is not None or not by_itself:  # else it may know names that don't fit
+        agreed(error, own.mesh, ValueError)
+    if weights is not None and (trained is not None or not by_itself):
+        loading = Loading(weights, module, trained, own.mesh)
+        loading.run(data, own.optimizer)
+        agreed(loading.error, own.mesh, ValueError)
+        _set_extra_states(module, weights.values["model"])
+    if by_itself and source is not None:
+        of = source.entries if weights is None else _own_state(module)
+        state = _whole_state(source if weights is None else weights, of, own.mesh)
+        take_state(own, data, partial(module.load_state_dict, state))
+    if weights is not None and trained is not None:
+        set_options(trained, module, weights.values["optimizer"]["groups"])
+
+
+def _whole_state(source: TensorSource, like: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """A state dict of all that a source has of a model, plain and whole.
+
+    Args:
+        like: has the names; those of a source itself stand in it as they are.
+    """
+    before = "" if like is source.entries else "model."
+    said = source.values if like is source.entries else source.values["model"]
+    state: dict[str, Any] = {name: x for name, x in said.items() if is_extra_state(name)}
+    error: Exception | None = None
+    try:
+        state |= {name: source.read(at) for name in like if (at := f"{before}{name}") in source.entries}
+    except CheckpointError as met:
+        error = met
+    agreed(error, mesh)
+    return with_notes_of(like, state)
 
 
 def _set_extra_states(module: nn.Module, values: Mapping[str, Any]) -> None:
@@ -596,7 +663,7 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
                 writing.write = sink.write
         agreed(writing.error, mesh, ValueError)
 
-        first_names = {id(p): name for name, p in model.named_parameters()}
+        first_names = {id(p): name for name, p in named_parameters_in(model)}
 
         def read(name: str, box: Box) -> torch.Tensor:
             x = state[name]
@@ -683,9 +750,6 @@ def _write_config(model: Any, entries: Mapping[str, TensorInfo], folder: Path) -
 # ---- what the ranks hold together, whole on each of them
 
 
-Everywhere = Callable[[str, torch.Tensor], torch.Tensor]
-
-
 def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
     """A model's state dict; tied tensors are one, gathered once.
 
@@ -694,10 +758,18 @@ def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
     """
     state, values = _own_state(model), dict[int, torch.Tensor]()
     with torch.no_grad():
+        names = {id(x): name for name, x in reversed(_tensors_of(model))}  # a state dict may have others
         for name, x in state.items():
             if isinstance(x, torch.Tensor) and id(x) not in values:
-                values[id(x)] = x.detach() if is_sparse(x) else everywhere(name, x.detach())
-    return apart({name: values.get(id(x), x) for name, x in state.items()})
+                known = names.get(id(x), name)
+                values[id(x)] = x.detach() if is_sparse(x) else everywhere(known, x.detach())
+    return with_notes_of(state, apart({name: values.get(id(x), x) for name, x in state.items()}))
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Its parameters and buffers, under all names."""
+    buffers = nn.Module.named_buffers(model, remove_duplicate=False)
+    return [*named_parameters_in(model, remove_duplicate=False), *buffers]
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -722,7 +794,7 @@ def apart(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:
     """The gradients of its parameters; None where no rank has one."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters_in(model))
     grads = {name: p.grad for name, p in parameters.items()}
     with raw():
         has = [float(g is not None) for g in grads.values()]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import Ledger, ledger
 from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
@@ -259,7 +259,7 @@ def dry_engine(
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
-    real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
+    real = [name for name, p in named_parameters_in(model) if p.device.type != "meta"]
     if real:
         raise ValueError(
             f"A dry run needs a model on the meta device, but {real[0]} is on "
@@ -462,7 +462,7 @@ def _explained(
     assert engine.arrangement is not None
     chosen = engine.arrangement.chosen
     table = LayoutTable(engine.plan, chosen.sequence, chosen.why.get("", ""))
-    names = {id(p): name for name, p in model.named_parameters()}  # the first of those that are tied
+    names = {id(p): name for name, p in named_parameters_in(model)}  # the first of those that are tied
     for name, module in model.named_modules():
         forward, backward = traffic.sent.get(name, (0, 0))
         for key, p in module.named_parameters(recurse=False):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.checkpoint import CheckpointError, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
@@ -36,8 +36,9 @@ from espalier.engine.checkpointing import (
     named_values,
     opened,
     restore,
-    set_parameter,
+    set_parameters,
     state_of,
+    take_state,
 )
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
@@ -696,11 +697,12 @@ class Engine(Surface):
     @property
     def _names(self) -> list[str]:
         """The parameters'."""
-        return [name for name, _ in self.module.named_parameters()]
+        return [name for name, _ in named_parameters_in(self.module)]
 
     @property
     def _state(self) -> EngineState:
-        return EngineState(self.module, self.optimizer, self.mesh, self.scaler, self._loaders)
+        kept = self.scaler, self._loaders, self.passes.everywhere
+        return EngineState(self.module, self.optimizer, self.mesh, *kept)
 
     def save(
         self,
@@ -821,7 +823,7 @@ class Engine(Surface):
         """The plain whole value of one parameter on every rank, of its float32 master if it has one (a
         collective)."""
         self.wait_staged()
-        name = next(name for name, p in self.module.named_parameters() if p is parameter)
+        name = next(name for name, p in named_parameters_in(self.module) if p is parameter)
         with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
             return self.passes.everywhere(name, parameter)
 
@@ -838,7 +840,12 @@ class Engine(Surface):
         """Let one parameter, and its float32 master, be a tensor (a collective): whole and the same on all
         ranks, or a DTensor."""
         self.wait_staged()
-        set_parameter(self._state, self._to_fill(), parameter, value)
+        set_parameters(self._state, self._to_fill(), {parameter: value})
+
+    def _take_state(self, load: Callable[[], Any]) -> Any:
+        """Have the model take a state dict by its own ``load_state_dict``."""
+        self.wait_staged()
+        return take_state(self._state, self._to_fill(), load)
 
     def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from contextlib import suppress
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -13,12 +16,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
+from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
 from espalier.engine.start import initialize
 from espalier.engine.surface import bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders
-from espalier.torch_private import MODULES, as_written, draws_all, open_transform
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import MODULES, as_written, draws_all, goes_by_apply, open_transform
 
 
 class EngineModule(nn.Module):
@@ -40,7 +45,7 @@ class EngineModule(nn.Module):
 
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__()
-        self.rows, self._engine = rows, engine
+        self._rows, self._engine = rows, engine
         self.module = engine.module
         self.training = engine.module.training
 
@@ -48,6 +53,15 @@ class EngineModule(nn.Module):
     def engine(self) -> Engine:
         """The engine that trains the model."""
         return self._engine
+
+    @property
+    def rows(self) -> Rows:
+        """What a call is given and gives."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, value: Rows) -> None:
+        self._rows = value
 
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +81,7 @@ class EngineModule(nn.Module):
                 self.engine.attach(optimizer)
         if open_transform() is not None:
             return self._transformed(args, kwargs)
-        return self.engine.outputs(bound(self.module, args, kwargs), self.rows)
+        return self.engine.outputs(bound(self.module, args, kwargs), self._rows)
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model gives for what torch.vmap or a transform of torch.func makes of its inputs.
@@ -126,9 +140,13 @@ class EngineModule(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """See :meth:`espalier.Engine.state_dict`."""
-        states = OrderedDict() if destination is None else destination
-        states.update({f"{prefix}{name}": x for name, x in self.engine.state_dict().items()})
-        return states
+        own = self.engine.state_dict()
+        states = with_notes_of(own, {f"{prefix}{name}": x for name, x in own.items()}, prefix)
+        if destination is None:
+            return states
+        destination.update(states)
+        add_notes(states, destination)
+        return destination
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -156,30 +174,138 @@ class PreparedModule(EngineModule):
     """In the model's place in a program: what is set, taken away, registered or looked for is the model's.
 
     Else ``model.temperature = 2.0`` or ``model.head = nn.Linear(...)`` would be this module's own, and the
-    model would go on without it.
+    model would go on without it. So are the methods that its class has in the place of torch's, and special
+    ones; and to ``isinstance`` it is of that class.
     """
 
-    _is_own = frozenset({"rows", "training"})
-
     def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
-        """Of a kind that has the special methods of a container, if the model is one."""
-        model = type(engine.module)
-        special = {name: _of_model(name) for name in _CONTAINERS if hasattr(model, name)}
-        kind = type(cls.__name__, (cls,), special) if special else cls
-        return super().__new__(kind)
+        """Of a kind that has the model's own methods where ``nn.Module`` has others, or none."""
+        methods = {name: _of_model(name, engine.module) for name in _own_methods(engine.module)}
+        methods["forward"] = _with_signature(cls.forward, engine.module)
+        return super().__new__(type(cls.__name__, (cls,), methods))
+
+    @property
+    def __class__(self) -> type:
+        """The model's."""
+        tables = object.__getattribute__(self, "__dict__")
+        return type(tables[MODULES]["module"]) if tables.get(MODULES) else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        self.module.__class__ = kind
+
+    @property
+    def rows(self) -> Any:
+        """What a call is given and gives; the model's, if it has an attribute of that name."""
+        return getattr(self.module, "rows", self._rows)
+
+    @rows.setter
+    def rows(self, value: Any) -> None:
+        if hasattr(self.module, "rows"):
+            self.module.rows = value
+        else:
+            self.__dict__["_rows"] = value
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return bool(self.module.training)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        if "module" in self.__dict__.get(MODULES, {}):
+            self.module.training = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._is_own or "module" not in self.__dict__.get(MODULES, {}):
+        if name == "rows" or "module" not in self.__dict__.get(MODULES, {}):
             super().__setattr__(name, value)
+        elif name == "forward":
+            self._put_forward(value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
 
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        module = self.__dict__[MODULES].get("module")
+        if module is None or not isinstance(found, MethodType) or found.__self__ is not module:
+            return found
+
+        @wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            out = found(*args, **kwargs)
+            return self if out is module else out  # ``model = model.freeze()`` is to be trained on
+
+        return method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives; within a forward that a program has put in its place, the model's own."""
+        if self.__dict__.get("_is_within") and (own := self.__dict__.get("_own_forward")) is not None:
+            return own(*args, **kwargs)
+        before, self.__dict__["_is_within"] = self.__dict__.get("_is_within", False), True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_is_within"] = before
+
+    def _put_forward(self, value: Callable[..., Any]) -> None:
+        """``model.forward = value``, which may call what ``model.forward`` was before."""
+        if self.engine.plan.pipe > 1:
+            raise NotImplementedError(
+                "model.forward = ...: in a pipeline the forward is divided among stages, by runs of copies "
+                "of the model. Give it to the model before espalier.prepare, put what is around it into a "
+                "module of its own, or train under a plan without pipe."
+            )
+        module, own = self.module, self.__dict__.get("_own_forward")
+        if getattr(value, "__self__", None) is self:  # it is put back
+            if own is not None:
+                module.forward = own
+            self.__dict__["_own_forward"] = None
+            return
+        self.__dict__["_own_forward"] = module.forward if own is None else own
+        module.forward = value
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __copy__(self) -> Self:
+        """Another of the same engine: a copy that shares all that the model has."""
+        return type(self)(self.engine, self._rows)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self.module).__name__} is laid out over ranks by an engine, and cannot be pickled. On "
+            "all ranks, torch.save(model.state_dict(), path) writes its whole tensors, engine.save(path) "
+            "what a run goes on from."
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
+    ) -> Any:
+        """The same, with what the model's own takes beside."""
+        return self.engine.load_state_dict(state_dict, strict, **options)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """The same, which tells of casts: the model computes in another dtype than the program expects."""
+        dtypes, is_cast = {p.dtype for p in parameters_in(self.module)}, False
+        with suppress(Exception):  # to move what is on meta is refused
+            is_cast = any(fn(torch.empty(0, dtype=d, device="meta")).dtype is not d for d in dtypes)
+        if is_cast:
+            held = ", ".join(sorted(map(str, dtypes)))
+            warnings.warn(
+                f"{type(self.module).__name__} stays in {held}: a cast of a prepared model has no effect. "
+                "Cast it before espalier.prepare, or say precision= in the plan.",
+                stacklevel=user_frame()[0],
+            )
+        return self
+
     def train(self, mode: bool = True) -> Self:
         """Of the model, as it says."""
-        self.training = mode
         self.module.train(mode)
         return self
 
@@ -213,13 +339,45 @@ class PreparedModule(EngineModule):
         return self.module.get_submodule(target)
 
 
-# the special methods by which models that are containers are used
-_CONTAINERS = "__getitem__ __setitem__ __delitem__ __len__ __iter__ __reversed__ __contains__".split()
+# special methods that say how an object comes about, or that Python asks of what stands for the model
+_NOT_OF_MODEL = frozenset(
+    "__class__ __new__ __init__ __init_subclass__ __del__ __call__ __eq__ __hash__ "
+    "__getattribute__ __getattr__ __setattr__ __delattr__ __dir__ "
+    "__reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__".split()
+)
+# torch's that move or cast: they change nothing here, whatever the model does around them
+_MOVES = frozenset(name for name, method in vars(nn.Module).items() if goes_by_apply(method))
 
 
-def _of_model(name: str) -> Callable[..., Any]:
-    def method(self: PreparedModule, *args: Any) -> Any:
-        return getattr(self.module, name)(*args)
+def _own_methods(model: nn.Module) -> list[str]:
+    """Special methods of a model's class, and those that it has in the place of ``nn.Module``'s."""
+    kinds = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
+    found = [name for kind in kinds for name, x in vars(kind).items() if callable(x)]
+    special = [name for name in found if name.startswith("__") and name.endswith("__")]
+    over = [name for name in found if hasattr(nn.Module, name) and not name.startswith("_")]
+    ours = vars(EngineModule).keys() | vars(PreparedModule).keys()
+    return [name for name in (*special, *over) if name not in _NOT_OF_MODEL and name not in ours]
+
+
+def _with_signature(forward: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """The same method, of which ``inspect.signature`` tells what the model's takes."""
+
+    @wraps(type(model).forward)
+    def method(self: PreparedModule, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return method
+
+
+def _of_model(name: str, model: nn.Module) -> Callable[..., Any]:
+    """A method of the model for what stands for it, which it gives in its own place."""
+    own = getattr(type(model), name)
+
+    @wraps(own)
+    def method(self: PreparedModule, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        out = own(self if name in _MOVES else module, *args, **kwargs)
+        return self if out is module else out
 
     return method
 

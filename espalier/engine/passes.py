@@ -377,7 +377,7 @@ class Passes(ABC):
     def zero_grad(self) -> None:
         """Drop the gradients, and the micro-batches that made them."""
         self.seen.forget()
-        self.call.module.zero_grad(set_to_none=True)
+        nn.Module.zero_grad(self.call.module)  # a model's own may be another thing
         self.forget()
         self.traffic.end(done=False)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm.collectives import all_reduce, sum_whole
 from espalier.engine.norm import LossScaler, Norm
 from espalier.layout import Layout
@@ -97,7 +97,7 @@ class SeenGradients:
             dtype_of: that of the gradient of a parameter of other ranks, by its name; None: it has none.
             around: makes a backward pass that is none of the engine's.
         """
-        parameters = dict(self._module.named_parameters())
+        parameters = dict(named_parameters_in(self._module))
         self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
         self._number = self._mesh.asked.joined(self)
         for name, p in parameters.items():
@@ -228,7 +228,7 @@ class SeenGradients:
         if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
             return None  # other ranks update others, and ask for these
         asked = set(map(id, parameters))
-        names = {name for name, p in self._module.named_parameters() if id(p) in asked}
+        names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
         is_scaled = self._scaler is not None and self.is_scaled and not self.is_stepping

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, any_says, numbers_of_all
@@ -137,7 +137,7 @@ class Staged(Passes):
         users = self.stages.users
         self.mesh.copied = tuple(name for name, of in users.items() if len(of) > 1)
         places = {}
-        for name, p in self.call.module.named_parameters():
+        for name, p in named_parameters_in(self.call.module):
             lies = layout_of(p).mesh
             is_part = self.mesh.copied and lies.within is self.mesh
             places[name] = among(self.mesh, self._axis, users[name]) if is_part else lies
@@ -173,7 +173,7 @@ class Staged(Passes):
         """What a forward pass may change, as it is now on this rank."""
         self.memory.hidden.show(self.call.module)
         modules, written = reached(self.call.module), self.stages.split.written
-        names = {id(p): name for name, p in self.call.module.named_parameters()}
+        names = {id(p): name for name, p in named_parameters_in(self.call.module)}
         held = [(name, table[key]) for name, table, key in places(modules)]
         may_change = {
             name: x

@@ -7,6 +7,7 @@ numbers and leaves buffers, attributes and generators as they were, so that look
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, restore, states
+from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators
 from espalier.torch_private import raw
 
@@ -94,6 +96,27 @@ class ModelRun:
     def rows(self) -> int:
         """How many the inputs given have."""
         return max((x.shape[0] for x in leaves(self._inputs, torch.Tensor) if x.ndim), default=0)
+
+    def check_inputs(self) -> None:
+        """See that no input wants a gradient.
+
+        Raises:
+            TypeError: one is made of what is trained, or is trained itself.
+        """
+        wanting = [x for x in leaves(self._inputs, torch.Tensor) if x.requires_grad]
+        if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in wanting):
+            raise TypeError(
+                "An input of the model wants a gradient: it is made of something that is trained, or is a "
+                "parameter. In a pipeline no gradient goes back from the model to its inputs: make that a "
+                "part of the model, pass x.detach(), or train under a plan without pipe."
+            )
+        if wanting:
+            warnings.warn(
+                "An input of the model has requires_grad. In a pipeline it gets no gradient (x.grad stays as "
+                "it is): what is to be made of it, make in the model's forward, or train under a plan "
+                "without pipe.",
+                stacklevel=user_frame()[0],
+            )
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.device import is_accelerator, use
 from espalier.engine.accumulation import Count
 from espalier.engine.compiling import compilable
@@ -133,7 +133,7 @@ def _stay_on_device(model: nn.Module) -> None:
 
 def _refuse_lazy(model: nn.Module) -> None:
     """See that all parameters have a shape."""
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    lazy = [name for name, p in named_parameters_in(model) if is_lazy(p)]
     if lazy:
         raise ValueError(
             f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from espalier.checkpoint.sources import is_extra_state
+from espalier.engine.by_model import loads_by_itself, with_notes_of
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import mapped
+from espalier.parallel.pipeline.record import Arguments, mapped
 
 
 class Keys(NamedTuple):
@@ -21,6 +22,10 @@ class Keys(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
+
+
+class StateDictError(ValueError, RuntimeError):
+    """A state dict is of another model; as torch, which raises a ``RuntimeError``, programs may expect it."""
 
 
 class Surface(ABC):
@@ -79,31 +84,48 @@ class Surface(ABC):
         A collective where a plan cuts or casts anything: then every rank must call. (Without an engine's
         help, ``engine.module.state_dict()`` has this rank's parts.)
         """
-        return OrderedDict(self.full_state_dict())
+        return self.full_state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Keys:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **options: Any) -> Any:
         """Take over a state dict of whole tensors, the same on all ranks, or of DTensors (a collective).
 
+        Hooks of the model, and its own ways of loading, run as on one process.
+
+        Args:
+            options: more for a model that has its own ``load_state_dict``.
+
         Raises:
-            ValueError: it is of another model.
+            StateDictError: it is of another model.
         """
         state = {
             name: self._whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
         }
+        if loads_by_itself(self.module):
+            noted = with_notes_of(state_dict, state)
+            given = options if strict else {"strict": strict, **options}  # its own may be another by default
+            return self._take_state(partial(self.module.load_state_dict, noted, **given))
         own = self.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         if strict and (lost := [name for name in missing if is_extra_state(name)]):
-            raise ValueError(f"The state dict lacks {', '.join(lost)}: give all of it, or say strict=False.")
+            said = f"The state dict lacks {', '.join(lost)}: give all of it, or say strict=False."
+            raise StateDictError(said)
         if not strict:
             held = self.full_state_dict() if missing else {}
             state = {name: state[name] if name in state else held[name] for name in own}
-        self.load_weights(state)
+        try:
+            self.load_weights(state)
+        except ValueError as error:
+            raise StateDictError(str(error)) from error
         return Keys([] if strict else missing, [] if strict else unexpected)
 
     @abstractmethod
     def _whole(self, name: str, x: Any) -> torch.Tensor:
         """The plain global value of a DTensor on every rank, also of one that lies as a parameter does."""
+
+    @abstractmethod
+    def _take_state(self, load: Callable[[], Any]) -> Any:
+        """Have the model take a state dict by its own ``load_state_dict``."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Any]:
@@ -133,26 +155,20 @@ class AsModel:
 
 
 def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call of a module as its inputs: a tuple, or a dict where some have names.
-
-    Raises:
-        ValueError: some come without a name that has none in ``forward``, beside others that have one.
-    """
+    """The arguments of a call of a module as its inputs: a tuple, or a dict where some have names."""
     if not kwargs:
         return tuple(args)
     if not args:
         return dict(kwargs)
-    call = inspect.signature(module.forward).bind(*args, **kwargs)
+    of_own = type(module).__call__ is not nn.Module.__call__
+    call = inspect.signature(module.__call__ if of_own else module.forward).bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, value in call.arguments.items():
         kind = call.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise ValueError(
-                f"{type(module).__name__}.forward takes {name!r} by position alone: give all arguments by "
-                "position, or all by name."
-            )
+            return Arguments(tuple(args), dict(kwargs))
         else:
             named[name] = value
     return named

@@ -187,6 +187,20 @@ def _take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> N
                 state[name] = state[name].to(p.dtype)  # of a master, which torch takes for its parameter
 
 
+def _has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> bool:
+    """Whether the program has put a state in an optimizer's that lies otherwise than its parameter."""
+    states = optimizer.state
+    for p in parameters:
+        layout = p._layout.own
+        for x in states[p].values() if p in states else ():
+            if type(x) is DTensor:
+                if x._layout.own is not layout and x._layout.shape == layout.shape:
+                    return True
+            elif isinstance(x, torch.Tensor) and x.ndim and tuple(x.shape) == layout.shape:
+                return True
+    return False
+
+
 def like_parameter(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """How a state of that shape lies, of a parameter that lies so: alike, or, of another shape, whole."""
     return layout if tuple(layout.shape) == shape else Layout.replicated(layout.mesh, shape)
@@ -250,7 +264,7 @@ def update(
             with _finished(optimizer, came_later):
                 update(optimizer, factor, runs)
             return
-    if optimizer.__dict__.pop("_has_others_states", False):
+    if optimizer.__dict__.pop("_has_others_states", False) or _has_strays(optimizer, parameters):
         _take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from espalier.blocks import around
+from espalier.blocks import around, named_parameters_in
 from espalier.comm import broadcast
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
@@ -83,7 +83,7 @@ def homes_of(model: nn.Module, branches: Branches, mesh: Mesh, stages: Mapping[i
     """
     homes = dict(stages)
     owner_of: dict[int, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for name, p in named_parameters_in(model, remove_duplicate=False):
         branch = next((b for b in branches if name.startswith(f"{b}.")), "")
         if owner_of.setdefault(id(p), branch) != branch:
             raise ValueError(
@@ -102,7 +102,7 @@ def leave_out(model: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtyp
     Args:
         dtype: in which the model computes; None for the parameters' own.
     """
-    for name, p in model.named_parameters():
+    for name, p in named_parameters_in(model):
         layout = layouts[name]
         if not layout.mesh.is_member:
             cast = dtype if dtype is not None and p.is_floating_point() else p.dtype

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from espalier.blocks import around, blocks, parameters_in
+from espalier.blocks import around, blocks, named_parameters_in, parameters_in
 from espalier.comm.control import gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
@@ -122,7 +122,7 @@ def arrange(
     if apart:
         chosen.why.update(dict.fromkeys(experts, "experts, one from another"))
     homes = homes_of(model, layouts.branches, mesh, stages or {})
-    for name, p in model.named_parameters():
+    for name, p in named_parameters_in(model):
         places: list[Placement] = [Replicate()] * mesh.ndim
         order: list[str] = []
         for dim, axes in enumerate((apart,) if name in experts else cuts.get(name, ())):
@@ -140,7 +140,7 @@ def arrange(
 def _defer(model: nn.Module, layouts: Arrangement, axis: int) -> None:
     """Let the engine sum the gradients of norms, which meet shards of the sequence (design, section 3.1)."""
     met = {id(p) for module in model.modules() if is_norm(module) for p in module.parameters()}
-    for name, p in model.named_parameters():
+    for name, p in named_parameters_in(model):
         if id(p) in met:
             layouts[name] = layouts[name].with_deferred([axis])
 
@@ -148,10 +148,10 @@ def _defer(model: nn.Module, layouts: Arrangement, axis: int) -> None:
 def _on_a_line(model: nn.Module, cut: Mapping[str, int]) -> dict[str, Cuts]:
     """1d: the tensor axis cuts the dims chosen."""
     shared: dict[int, Cuts] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for name, p in named_parameters_in(model, remove_duplicate=False):
         if name in cut:
             shared[id(p)] = tuple(("tensor",) if d == cut[name] else () for d in range(p.ndim))
-    return {name: shared[id(p)] for name, p in model.named_parameters() if id(p) in shared}
+    return {name: shared[id(p)] for name, p in named_parameters_in(model) if id(p) in shared}
 
 
 def _on_a_grid(model: nn.Module, plan: Plan, table: Table | None, batch: Any) -> dict[str, Cuts] | None:
@@ -247,7 +247,7 @@ def _float8(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _refuse_laid_out(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
+    for name, p in named_parameters_in(model):
         if isinstance(p, DTensor):
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once: "
@@ -263,7 +263,7 @@ def _leave_earlier_graphs(model: nn.Module) -> None:
     """
     if swap_impls is None or use_count is None:
         return
-    for name, p in model.named_parameters():
+    for name, p in named_parameters_in(model):
         if not p.requires_grad or not p.is_leaf or use_count(p) == 1:
             continue
         if gradient_hooks(p) or hooks_after_gradient(p):
@@ -401,7 +401,7 @@ class Stages:
         used = self.split.users
         self.users = {name: tuple(dict.fromkeys(places[i] for i in of)) for name, of in used.items()}
         self.meshes: dict[int, Mesh] = {}
-        for name, p in model.named_parameters():
+        for name, p in named_parameters_in(model):
             ranks = self.users[name]
             self.meshes[id(p)] = at(mesh, "pipe", here if here in ranks else ranks[0])
         self.homes = {name: ranks[0] for name, ranks in self.users.items()}
@@ -415,7 +415,10 @@ class Stages:
         """The coordinate on the axis ``pipe`` that counts a parameter or buffer; it may have come later."""
         if name in self.homes:
             return self.homes[name]
-        owner = self._model.get_submodule(name.rpartition(".")[0])
+        try:
+            owner = self._model.get_submodule(name.rpartition(".")[0])
+        except AttributeError:  # the model's own name for it
+            return 0
         return next((self.places[of.number] for of in self.split.stages if owner in of.inner), 0)
 
     def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
@@ -531,7 +534,10 @@ class Undivided:
     def users(self) -> dict[str, tuple[int, ...]]:
         """For each parameter and buffer, by all its names, the stage that uses it."""
         model, last = self._model, (len(self.stages) - 1,)
-        every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        every = (
+            *named_parameters_in(model, remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
         return {name: last for name, _ in every}
 
     def shape_inference(self, *_: Any) -> InferredShapes:

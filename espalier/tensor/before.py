@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from espalier.tensor.dtensor import plain
 from espalier.tensor.loans import StandIn, await_values, written_mark
-from espalier.tensor.traces import Generators, put_back
-from espalier.torch_private import own_buffers, own_parameters, raw
+from espalier.tensor.traces import Generators, made_in, put_back, put_back_held
+from espalier.torch_private import forward_hooks, own_buffers, own_parameters, raw
 
 Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
@@ -21,9 +21,9 @@ _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 class Before:
     """What a block's forward may write to beside its outputs, as it is now.
 
-    Values of parameters and buffers; attributes of modules whose forward is not torch's, what lists, dicts
-    and sets among these hold, and the states of generators; those of Python's and NumPy's own. And the
-    tensors that stand in the place of parameters (``torch.func.functional_call``).
+    Values of parameters and buffers; attributes of modules whose forward is not torch's, what lists, dicts,
+    sets and objects of the program's among these hold, and the states of generators; those of Python's and
+    NumPy's own. And the tensors that stand in the place of parameters (``torch.func.functional_call``).
 
     Args:
         tensors: the parameters and buffers, by name.
@@ -45,7 +45,7 @@ class Before:
         tables = [*attributes, *(own_buffers(m) for m in modules if own_buffers(m) or not is_of_torch(m))]
         self._entries = [(table, _Entries(table, whole)) for table in tables]
         inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
-        self._inner = [(x, back) for x in inner if (back := put_back(x)) is not None]
+        self._inner = _put_back(inner)
         self._generators: Generators | None = Generators()
         # a parameter off the device is gathered within the block; who writes to it has that kept by its owner
         tensors = {name: x for name, x in tensors.items() if not _is_elsewhere(x)}
@@ -86,7 +86,7 @@ class Before:
         """Let all be as it was; gives what puts it back as it is now."""
         slots = [(table, key, table.get(key)) for table, key, x in self._slots if table.get(key) is not x]
         entries = [(table, _Entries(table, whole=True)) for table, _ in self._entries]
-        inner = [put_back(x) for x, _ in self._inner]
+        inner = _put_back(x for x, _ in self._inner)
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
         values = _values(before)
@@ -96,8 +96,7 @@ class Before:
             _put(before, values)
             if drawn is not None:
                 drawn.restore()
-            for put in inner:
-                assert put is not None
+            for _, put in inner:
                 put()
             for table, now in entries:
                 now.put(table)
@@ -118,9 +117,18 @@ class Before:
         _put(self._held, self._values)
 
 
+def _put_back(values: Iterable[Any]) -> list[tuple[Any, Callable[[], Any]]]:
+    """What brings each value to where it is now, of those that are not what they are for good."""
+    seen: dict[int, Any] = {}
+    return [(x, back) for x in values if (back := put_back(x) or put_back_held(x, seen)) is not None]
+
+
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether it is one of torch's own modules, which remember in buffers alone."""
-    return type(module).__module__.startswith("torch.")
+    """Whether it is one of torch's own modules, which remember in buffers alone, but by hooks of others."""
+    if not type(module).__module__.startswith("torch."):
+        return False
+    hooks = [hook for of in forward_hooks(module) for hook in of.values()]
+    return not hooks or all(made_in(hook, "espalier") for hook in hooks)
 
 
 class _Entries:

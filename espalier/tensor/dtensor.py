@@ -8,6 +8,7 @@ where there is communication (design, section 3).
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -21,7 +22,7 @@ from espalier.comm.redistribute import move_as
 from espalier.layout import Layout, Placement, gradient_layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.torch_private import plain_call, raw, torch_functions_on, without_torch_functions
+from espalier.torch_private import plain_call, raw, swap_impls, torch_functions_on, without_torch_functions
 
 _shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _device = torch.Tensor.device.__get__
@@ -437,14 +438,23 @@ class DTensor(torch.Tensor):
     def _local_tensor(self, part: torch.Tensor) -> None:
         self.data = part
 
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Refused: torch does not ask ``__torch_function__`` here, and other memory would have no layout."""
-        if torch_functions_on():
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> DTensor:
+        """As ``x.data = source``, of a tensor of its shape and dtype, and nothing else.
+
+        Raises:
+            NotImplementedError: other memory would have no layout.
+        """
+        # torch does not ask ``__torch_function__`` here
+        if not torch_functions_on():
+            torch.Tensor.set_(self, source, *args, **kwargs)
+            return self
+        is_tensor = isinstance(source, torch.Tensor) and not args and not kwargs
+        if not is_tensor or source.shape != self.shape or source.dtype != self.dtype:
             raise NotImplementedError(
                 f"set_ of a DTensor ({self._layout.own!r}) would put other memory behind its layout. Assign "
-                "x.data = y, or make a new one: DTensor.from_local."
+                "x.data = y of its shape and dtype, or make a new one: DTensor.from_local."
             )
-        torch.Tensor.set_(self, *args, **kwargs)
+        self.data = source.detach()
         return self
 
     # ---- values, copies
@@ -587,7 +597,14 @@ def set_by_program(x: torch.Tensor) -> dict[str, Any]:
 def become(x: torch.Tensor, other: torch.Tensor) -> None:
     """Let a tensor be another; who holds it goes on holding it, with what a program has set on it."""
     own = set_by_program(x)
-    torch.utils.swap_tensors(x, other)
+    if swap_impls is not None and weakref.getweakrefs(x):  # who has these has x, which stays
+        kind, notes = type(other), dict(vars(other))
+        swap_impls(x, other)
+        set_class(x, kind)
+        vars(x).clear()
+        vars(x).update(notes)
+    else:
+        torch.utils.swap_tensors(x, other)
     vars(x).update(own)
 
 

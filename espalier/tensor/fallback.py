@@ -322,7 +322,10 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             else:
                 _warn_of(custom.__name__, custom.__module__)
         call = func if custom is None else on_wholes(custom, stands_for)
-        out = call(*local_args, **local_kwargs)
+        try:
+            out = call(*local_args, **local_kwargs)
+        except NotImplementedError as error:  # its shape hangs on values, which are on other ranks
+            raise error if mesh.is_member else absent(layouts[0]) from error
         if mesh.is_dry and isinstance(target, torch.Tensor) and type(target) is not DTensor:
             written_on_dry(target, local_args[0])
         averages = _averages(name, args, kwargs)

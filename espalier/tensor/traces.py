@@ -6,9 +6,11 @@ they close over, globals, attributes of classes. All that is put back.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import copy
+import enum
 import functools
 import random
 import sys
@@ -258,6 +260,122 @@ def put_back(x: Any) -> Callable[[], Any] | None:
         if hasattr(x, "set_state"):
             return functools.partial(x.set_state, x.get_state())
     return None
+
+
+def put_back_held(x: Any, seen: dict[int, Any]) -> Callable[[], Any] | None:
+    """The same of an object of the program's own, and of what it holds.
+
+    Args:
+        seen: objects that were met before, by id: they are put back once.
+    """
+    held = held_by(x)
+    if held is None or id(x) in seen or len(seen) > MOST_HELD:
+        return None
+    seen[id(x)] = x
+    inner = [put_back(y) or put_back_held(y, seen) for y in held.values()]
+
+    def back() -> None:
+        for key in held_by(x) or {}:
+            if key not in held:
+                object.__delattr__(x, key)
+        for key, y in held.items():
+            if getattr(x, key, held) is not y:
+                object.__setattr__(x, key, y)
+        for put in inner:
+            if put is not None:
+                put()
+
+    return back
+
+
+def made_in(hook: Any, *packages: str) -> bool:
+    """Whether a function, or an object that can be called, is of one of these packages."""
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in packages
+
+
+class Reads:
+    """What functions of the classes of some modules find by name: what a program may change between calls.
+
+    Globals, what they close over, attributes of classes; also of the functions and classes that they find so.
+    Those of libraries are not looked into.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._seen: dict[int, Any] = {}  # kept, so that an id never names two
+        waiting: list[Any] = []
+        for module in modules:
+            own = [x for x in vars(module).values() if isinstance(x, types.FunctionType)]
+            waiting += [type(module), *own]
+        while waiting and len(self._seen) < _MOST:
+            x = waiting.pop()
+            if id(x) not in self._seen:
+                self._seen[id(x)] = x
+                waiting += self._found(x)
+
+    def now(self) -> list[Any]:
+        """The values that stand there."""
+        return [_value_in(table, name) for table, name in self._places.values()]
+
+    def _found(self, x: Any) -> Iterable[Any]:
+        if not isinstance(x, types.FunctionType | type):
+            return _inner_functions(x) or ()
+        if is_known(x):
+            return ()
+        if isinstance(x, type):
+            of_class = [name for name in vars(x) if not name.startswith("__")]
+            return [*self._noted(x, vars(x), of_class), *x.__bases__]
+        values, names = [], set(names_in(x.__code__))
+        for cell in x.__closure__ or ():
+            values += self._noted(cell, _Cell(cell), ["cell_contents"])
+        values += self._noted(x.__globals__, x.__globals__, names)
+        for name in names:
+            module = x.__globals__.get(name)
+            if isinstance(module, types.ModuleType) and not is_known(module):
+                values += self._noted(module, vars(module), names)
+        return values
+
+    def _noted(self, owner: Any, table: Any, names: Iterable[str]) -> list[Any]:
+        """Note what stands there; gives the functions and classes among it."""
+        inner = []
+        for name in names:
+            value = _value_in(table, name)
+            if isinstance(value, types.FunctionType | type) or _inner_functions(value) is not None:
+                inner.append(value)
+            elif value is not ABSENT and not isinstance(value, types.ModuleType | nn.Module):
+                self._places[id(owner), name] = table, name
+        return inner
+
+
+def _value_in(table: Any, name: str) -> Any:
+    return table[name] if name in table else ABSENT  # noqa: SIM401 - a cell has no get()
+
+
+def may_change(x: Any) -> bool:
+    """Whether it is what :func:`put_back` or :func:`put_back_held` puts back."""
+    return put_back(x) is not None or held_by(x) is not None
+
+
+MOST_HELD = 256  # what of an object is looked at: one that holds more (a trainer) is no configuration
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OPAQUE = sys.stdlib_module_names | {"torch", "numpy", "espalier", "tqdm"}
+
+
+def held_by(x: Any) -> dict[str, Any] | None:
+    """The attributes of an object of the program's own, or of a configuration; None of what is none."""
+    kind = type(x)
+    if kind.__module__.partition(".")[0] in _OPAQUE and kind not in _NAMESPACES:
+        return None
+    if isinstance(x, type | nn.Module | torch.Tensor | dict | enum.Enum):
+        return None
+    slots = [key for base in kind.__mro__ for key in _slots_of(base) if not key.startswith("__")]
+    held = {key: getattr(x, key) for key in slots if hasattr(x, key)}
+    return {**held, **getattr(x, "__dict__", {})}
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def is_array(x: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.blocks import named_parameters_in
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh import Mesh
 from espalier.parallel.data import masters
@@ -90,7 +91,7 @@ class ZeroState:
         low = plan.precision.parameters
         dtype = None if low is None else getattr(torch, low)
         # what lies on a mesh without this rank has no values here
-        named = [(name, p) for name, p in model.named_parameters() if layouts[name].mesh.is_member]
+        named = [(name, p) for name, p in named_parameters_in(model) if layouts[name].mesh.is_member]
         by_piece = self.stage.states == "S"
         place = {id(p): i for i, (_, p) in enumerate(named)}
         self.exchange = Exchange(mesh.device(), place, is_dry=mesh.is_dry)

@@ -19,7 +19,7 @@ from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
-from espalier.tensor.traces import ABSENT, Apart, apart, is_array, put_back
+from espalier.tensor.traces import ABSENT, MOST_HELD, Apart, apart, held_by, is_array, made_in, may_change
 from espalier.torch_private import (
     HOOK_OPTIONS,
     HOOKS,
@@ -609,7 +609,7 @@ class ModelStandIns:
     def hooked(self, module: nn.Module) -> bool:
         """Whether a module has hooks, but for this library's and transformers' own."""
         hooks = [hook for name in HOOKS for hook in vars(module).get(name, {}).values()]
-        return any(not _made_in(hook, "espalier", "transformers") for hook in hooks)
+        return any(not made_in(hook, "espalier", "transformers") for hook in hooks)
 
     @contextmanager
     def apart(self, fake: FakeTensorMode, extra: Any = None) -> Iterator[Apart]:
@@ -625,14 +625,15 @@ class ModelStandIns:
     @staticmethod
     def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
         """The Python attributes of all modules, and what their buffers are, for :meth:`changes`."""
-        return {name: _remembered(m) for name, m in model.named_modules()}
+        marks = Marks()
+        return {name: _remembered(m, marks) for name, m in model.named_modules()}
 
     @staticmethod
     def changes(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
         """The names of attributes and buffers that are others now, by module."""
-        changed = {}
+        changed, marks = {}, Marks()
         for name, m in model.named_modules():
-            was, now = before[name], _remembered(m)
+            was, now = before[name], _remembered(m, marks)
             keys = [k for k in {**was, **now} if k not in was or k not in now or not equal(was[k], now[k])]
             if keys:
                 changed[name] = keys
@@ -644,7 +645,7 @@ class ModelStandIns:
         holders: dict[int, set[str]] = {}
         for name, m in model.named_modules():
             for key, x in vars(m).items():
-                if key not in TABLES and (isinstance(x, torch.Tensor) or put_back(x) is not None):
+                if key not in TABLES and (isinstance(x, torch.Tensor) or may_change(x)):
                     holders.setdefault(id(x), set()).add(name)
         sharing: dict[str, set[str]] = {}
         for name, keys in changes.items():
@@ -657,7 +658,7 @@ class ModelStandIns:
         attributes: dict[str, Any] = {}
         for name in HOOKS:
             hooks = vars(m).get(name, {})
-            others = {k: hook for k, hook in hooks.items() if not _made_in(hook, "espalier")}
+            others = {k: hook for k, hook in hooks.items() if not made_in(hook, "espalier")}
             if len(others) < len(hooks):
                 attributes[name] = type(hooks)(others)
         now, then = vars(m).get("forward"), self._forwards.get(id(m))
@@ -685,10 +686,6 @@ class ModelStandIns:
         return self._fake(b, fake) if b.is_meta else b.detach().clone().to(self.device)
 
 
-def _made_in(hook: Any, *packages: str) -> bool:
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] in packages
-
-
 def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     """Configurations of transformers' models that ask for a cache of keys and values.
 
@@ -700,21 +697,50 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
     return list(configs.values())
 
 
-def _remembered(m: nn.Module) -> dict[str, Any]:
+def _remembered(m: nn.Module, marks: Marks) -> dict[str, Any]:
     """What a forward may set: of tensors, how often they were written to, too; of buffers, which they are."""
     with raw():
-        attributes = {k: _marked(x) for k, x in attributes_of(m).items()}
+        attributes = {k: marks.of(x) for k, x in attributes_of(m).items()}
     return {**attributes, **own_buffers(m)}
 
 
-def _marked(x: Any) -> Any:
-    if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
-        return x, version_of(x)
-    if type(x) in (list, tuple, deque):
-        return [*map(_marked, x)]
-    if is_array(x):
-        return x.dtype, x.shape, x.tobytes()
-    return {k: _marked(y) for k, y in x.items()} if type(x) in DICTS else x
+class Marks:
+    """What values are like now, to compare with later: with what containers and the program's objects hold.
+
+    Each object is looked at once.
+
+    Args:
+        counts: whether of tensors it is told, too, how often they were written to.
+    """
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self._counts = counts
+        self._known: dict[int, Any] = {}  # by id of objects, which stay where they are meanwhile
+        self._left = 0
+
+    def of(self, x: Any) -> Any:
+        """Of an attribute."""
+        self._left = MOST_HELD
+        return self._mark(x)
+
+    def _mark(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return (x, version_of(x)) if self._counts and not isinstance(x, nn.Parameter) else x
+        if type(x) in (list, tuple, deque):
+            return [*map(self._mark, x)]
+        if is_array(x):
+            return x.dtype, x.shape, x.tobytes()
+        if type(x) in DICTS:
+            return {k: self._mark(y) for k, y in x.items()}
+        held = held_by(x)
+        if held is None:
+            return x
+        if id(x) not in self._known:
+            self._known[id(x)] = type(x)  # where it is within itself
+            self._left -= len(held)
+            marked = (type(x), {k: self._mark(y) for k, y in held.items()}) if self._left > 0 else x
+            self._known[id(x)] = x if self._left <= 0 else marked
+        return self._known[id(x)]
 
 
 def attributes_of(m: nn.Module) -> dict[str, Any]:
@@ -779,8 +805,17 @@ def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     return leaves_of(tree, kind, _SOUGHT)
 
 
+class Arguments(NamedTuple):
+    """What a model is called with where some arguments can have no name, and others have one."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 def called(model: Callable[..., Any], batch: Any) -> Any:
-    """What a model gives for a batch: a dict (keywords), a tuple or list, or one value."""
+    """What a model gives for a batch: a dict (keywords), a tuple or list, :class:`Arguments`, one value."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.named)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -19,6 +19,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
 from espalier.parallel.pipeline.remembered import copied, form_of, may_be_told, put, value_at
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
@@ -116,7 +117,14 @@ class ShapeInference:
                 theirs.training = ours.training
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
-            for p, dry_p in zip(parameters_in(self._model), parameters_in(self._twin), strict=True):
+            held, of_twin = [*parameters_in(self._model)], [*parameters_in(self._twin)]
+            if len(held) != len(of_twin):
+                raise SplitError(
+                    f"The model has {len(held)} parameters, and had {len(of_twin)} when it was divided among "
+                    "stages, which hold what it had then. Let it have all its parameters before the first "
+                    "batch, or train under a plan without pipe."
+                )
+            for p, dry_p in zip(held, of_twin, strict=True):
                 dry_p.requires_grad = p.requires_grad
             for (name, attribute), value in remembered.items():
                 if may_be_told(value):

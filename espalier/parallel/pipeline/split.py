@@ -12,15 +12,16 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in, parts
+from espalier.blocks import named_parameters_in, parameters_in, parts
 from espalier.parallel.pipeline.programs import Divided, SentValue, traced_output
 from espalier.parallel.pipeline.record import (
     Env,
+    Marks,
     ModelStandIns,
     ModuleCall,
     ProgramStep,
@@ -38,6 +39,7 @@ from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import Reads
 from espalier.texts import similar
 from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 
@@ -193,9 +195,9 @@ class Split:
         divided = Divided(traced, _bounds(traced, cuts), family.model, family.stand_ins)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
-        self._attributes = [
-            (m, _said_of(m)) for m in map(family.model.get_submodule, sorted(divided.repeated))
-        ]
+        repeated = [*map(family.model.get_submodule, sorted(divided.repeated))]
+        self._attributes, self._reads = _said_of(repeated), Reads(repeated)
+        self._read = _marks_of(self._reads)
         self.dice, self.remembers = divided.dice, traced.remembers
         self.sets, self.tensors = traced.sets, traced.tensors
         self.writes = frozenset(traced.written & dict(family.model.named_buffers()).keys())
@@ -229,11 +231,14 @@ class Split:
         What none does belongs to a stage of its neighbours.
         """
         model = self._family.model
-        tables = dict(model.named_parameters()), dict(model.named_buffers())
+        tables = dict(named_parameters_in(model)), dict(model.named_buffers())
         names = {id(x): name for table in tables for name, x in table.items()}
         stages_of: dict[str, tuple[int, ...]] = {}
         before: tuple[int, ...] = (0,)
-        every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        every = (
+            *named_parameters_in(model, remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
         for name, x in every:
             used = tuple(s.number for s in self.stages if names[id(x)] in s.uses)
             before = stages_of[name] = used or stages_of.get(names[id(x)], before[-1:])
@@ -241,7 +246,10 @@ class Split:
 
     def holds(self, batch: Any) -> bool:
         """Whether its modules are as they were, and what Python's control flow read of its batch, too."""
-        if not all(equal(_said_of(m), said) for m, said in self._attributes):
+        now = _said_of(m for m, _ in self._attributes)
+        if not all(equal(a, b) for (_, a), (_, b) in zip(now, self._attributes, strict=True)):
+            return False
+        if not equal(_marks_of(self._reads), self._read):
             return False
         if self._guards is None:
             return True
@@ -279,7 +287,8 @@ class _Family:
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
         self._children = [child for m in self._modules for child in own_modules(m).values()]
-        self._held = [own_parameters(m) for m in self._modules if own_parameters(m)]
+        self._held = [own_parameters(m) for m in self._modules]
+        self._parameters = {id(p): p for p in parameters_in(model)}
         self._buffers = [own_buffers(m) for m in self._modules]
 
     def trace(self, batch: Any) -> Trace:
@@ -329,7 +338,8 @@ class _Family:
         """What it depends on of the model and of torch.
 
         Raises:
-            SplitError: the model has other modules than when it was divided.
+            SplitError: the model has other modules than when it was divided, or parameters that nobody laid
+                out.
         """
         if [child for m in self._modules for child in own_modules(m).values()] != self._children:
             known = {id(m) for m in self._modules}
@@ -344,19 +354,30 @@ class _Family:
                 "then. Let it have all its modules before the first batch, or train under a plan without "
                 "pipe."
             )
+        held = [p for table in self._held for p in table.values() if p is not None]
+        if any(id(p) not in self._parameters and type(p) is not DTensor for p in held):
+            self._refuse_plain()
         with raw():  # past DTensor's Python getters: this is asked at every step
-            kinds = tuple(
-                (_dtype(p), _requires_grad(p))
-                for table in self._held
-                for p in table.values()
-                if p is not None
-            )
+            kinds = tuple((_dtype(p), _requires_grad(p)) for p in held)
         buffers = tuple(
             (i, *(name for name, b in table.items() if b is not None))
             for i, table in enumerate(self._buffers)
             if table
         )
         return tuple([m.training for m in self._modules]), kinds, buffers, TorchState.now(self.device.type)
+
+    def _refuse_plain(self) -> NoReturn:
+        new = [
+            repr(name)
+            for name, p in named_parameters_in(self.model)
+            if id(p) not in self._parameters and type(p) is not DTensor
+        ]
+        raise SplitError(
+            "The model has other parameters than when it was divided among stages: "
+            f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
+            "there was (p.data = value, p.copy_(value), load_state_dict without assign=True), or train under "
+            "a plan without pipe."
+        )
 
 
 def split(
@@ -495,7 +516,7 @@ def segments_of(
     # a model that calls no module is one piece
     every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
     ends = [*(start for _, start in every[1:]), len(traced.ops)]
-    sizes = {name: p.numel() * p.dtype.itemsize for name, p in family.model.named_parameters()}
+    sizes = {name: p.numel() * p.dtype.itemsize for name, p in named_parameters_in(family.model)}
     if costs is not None and (wrong := [n for n in costs if n and n not in starts and n not in inner]):
         raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
     if any(not op.local for op in traced.ops[: every[0][1]]):
@@ -613,13 +634,25 @@ def _tell_of_traces() -> None:
     )
 
 
-def _said_of(m: nn.Module) -> dict[str, Any]:
-    """What the program, or modules within, may have set of a module and its forward may ask for."""
-    return {
-        name: x
-        for name, x in attributes_of(m).items()
-        if name not in _NOT_ASKED and not type(x).__module__.startswith("espalier.")
-    }
+def _said_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """What the program, or modules within, may have set of these and their forwards may ask for."""
+    marks = Marks(counts=False)
+    return [
+        (
+            m,
+            {
+                name: marks.of(x)
+                for name, x in attributes_of(m).items()
+                if name not in _NOT_ASKED and not type(x).__module__.startswith("espalier.")
+            },
+        )
+        for m in modules
+    ]
+
+
+def _marks_of(reads: Reads) -> list[Any]:
+    marks = Marks(counts=False)
+    return [marks.of(x) for x in reads.now()]
 
 
 def _plain(x: Any) -> Any:

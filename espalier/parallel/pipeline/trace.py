@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import blocks, parameters_in
+from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.parallel.pipeline.record import (
     METADATA,
     AnswerRecorder,
@@ -270,7 +270,7 @@ class _Recorder(TorchFunctionMode):
         """Note what the batch, the parameters and the buffers are."""
         for i, x in enumerate(leaves(batch, torch.Tensor)):
             self.trace.inputs.append(self._add(x, ("batch", i), True, False))
-        for name, p in self.model.named_parameters():
+        for name, p in named_parameters_in(self.model):
             self.trace.sources["parameter", name] = self._add(p, ("parameter", name), False, p.requires_grad)
         for name, b in self.model.named_buffers():
             self.trace.sources["buffer", name] = self._add(b, ("buffer", name), True, False)

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import ledger
 from espalier.comm.control import said_by_some
 from espalier.comm.dry import know, values_of
@@ -187,9 +187,9 @@ class _StreamRecorder(TorchFunctionMode):
         self.mesh = Mesh.dry({"tensor": ranks})
         self.ranks = ranks
         self.names: dict[int, str] = {}
-        self.sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.sizes = {name: p.numel() for name, p in named_parameters_in(model)}
         self.parameters = sum(self.sizes.values()) if parameters is None else parameters
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in named_parameters_in(model)}
         self.parent: list[Stream] = []
         self.cuts: dict[Cut, Stream] = {}
         self.closed: set[Stream] = set()
@@ -202,7 +202,7 @@ class _StreamRecorder(TorchFunctionMode):
 
     def of(self, copy: nn.Module) -> _StreamRecorder:
         """Itself, to watch a copy of the model."""
-        self.names = {id(p): name for name, p in copy.named_parameters()}
+        self.names = {id(p): name for name, p in named_parameters_in(copy)}
         return self
 
     def __torch_function__(
@@ -477,7 +477,9 @@ def kinds_of(blocks: Mapping[str, nn.Module], groups: Sequence[Group]) -> list[B
         block_groups = [
             group.within(prefix) for group in groups if group and all(p.startswith(prefix) for p in group)
         ]
-        shapes = tuple((key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in block.named_parameters())
+        shapes = tuple(
+            (key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in named_parameters_in(block)
+        )
         key = type(block), shapes, tuple(tuple(sorted(group.items())) for group in block_groups)
         kinds.setdefault(key, BlockKind([], block, block_groups, key)).names.append(name)
     return list(kinds.values())
@@ -595,7 +597,7 @@ def _tried(
     recalled: Recalled,
 ) -> Cost:
     layouts = {}
-    for name, p in twin.named_parameters():
+    for name, p in named_parameters_in(twin):
         placement: Placement = Shard(dims[name]) if name in dims else Replicate()
         layouts[name] = Layout(mesh, [placement], tuple(p.shape))
         lay_out_parameter(p, layouts[name])
@@ -734,7 +736,7 @@ def _groups(
 ) -> tuple[list[Group], Calls]:
     """What may be cut together, and each block's first call."""
     shared, calls = choices.get(), Calls()
-    known = ranks, described is None, tuple(name for name, _ in model.named_parameters())
+    known = ranks, described is None, tuple(name for name, _ in named_parameters_in(model))
     if shared is not None and known in shared.inferred:
         return shared.inferred[known]
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.blocks import around
+from espalier.blocks import around, named_parameters_in
 from espalier.comm.redistribute import on_dry
 from espalier.comm.ring import SEQUENCE
 from espalier.layout import Layout
@@ -57,7 +57,7 @@ def cut_sequences(
         blocks: the modules whose inputs are cut, if they hold a layer that is cut.
         asynchronous: whether linear layers multiply while sequences are on their way.
     """
-    cut = {id(p): layouts[name].axes[axis] for name, p in model.named_parameters()}
+    cut = {id(p): layouts[name].axes[axis] for name, p in named_parameters_in(model)}
     met: set[int] = set()
     for module in model.modules():
         roles = _roles(module, cut)

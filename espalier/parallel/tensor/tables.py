@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from espalier.blocks import named_parameters_in
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
@@ -223,7 +224,7 @@ def by_grid(
                     axes if n >= math.prod(sizes[a] for a in axes) else ()
                     for n, axes in zip(p.shape, cuts, strict=True)
                 )
-    return {name: cuts_by_id[id(p)] for name, p in model.named_parameters()}
+    return {name: cuts_by_id[id(p)] for name, p in named_parameters_in(model)}
 
 
 def _cuts(module: nn.Module, parameter: str, ndim: int, roles: Mapping[str, _Role], kind: str) -> Cuts:
