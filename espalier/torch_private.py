@@ -371,6 +371,14 @@ def call_as_written(module: torch.nn.Module) -> bool:
 # ---- those of optimizers, schedules and samplers
 
 
+def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has another step than its class, but for what torch's schedules put around it."""
+    step = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks run around an optimizer's step, but for those of all."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -832,5 +832,5 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     def step(*args: Any, **options: Any) -> Any:
         return method(held_by(), *args, **options)  # type: ignore[arg-type]
 
-    step.__func__ = method  # type: ignore[attr-defined]
+    step.__func__, step.is_engines = method, True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]

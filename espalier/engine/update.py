@@ -22,7 +22,7 @@ from espalier.layout import Layout
 from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
-from espalier.parallel.plan import Plan
+from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
@@ -35,6 +35,7 @@ from espalier.torch_private import (
     method,
     raw,
     setter,
+    step_is_replaced,
     without_step_hooks,
 )
 from espalier.trees import tree_map
@@ -84,6 +85,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     """See that an optimizer can be stepped, and is the model's."""
     check_closures(optimizer, plan)
     _refuse_sparse(optimizer)
+    _refuse_replaced_steps(optimizer, plan)
     ids = {id(p) for p in parameters_in(model)}
     foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -109,6 +111,21 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
             "SparseAdam works on sparse gradients, which are not summed over ranks: they are dense here. "
             "Train with Adam (whose moments decay in rows that no batch has), Adagrad or SGD."
         )
+
+
+def _refuse_replaced_steps(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """See that nothing of the program's is around a step that would see pieces within it."""
+    whole = plan.zero == 0 and plan.tensor == plan.pipe == plan.branch == plan.expert == 1
+    if whole and plan.precision.parameters is None and plan.offload == Offload():
+        return
+    for part in parts_of(optimizer):
+        if step_is_replaced(part) and not getattr(part.step, "is_engines", False):
+            raise ValueError(
+                f"{type(part).__name__}.step was replaced before the optimizer was prepared. What stands in "
+                f"its place would run within the engine's step, and see this rank's pieces ({plan}). Replace "
+                "it afterwards: then it sees whole parameters and gradients; or use "
+                "optimizer.register_step_pre_hook and register_step_post_hook."
+            )
 
 
 @torch.no_grad()

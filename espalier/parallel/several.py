@@ -45,7 +45,9 @@ class Several(torch.optim.Optimizer):
         if twice := len(held) - len(set(held)):
             kinds = ", ".join(type(part).__name__ for part in self.parts)
             raise ValueError(
-                f"{twice} parameter(s) are held by two of the optimizers ({kinds}). Give each to one."
+                f"{twice} parameter(s) are held by two of the optimizers ({kinds}). Give each to one. To "
+                "train by one after the other, give the first alone, and then write "
+                "model.engine.attach(other, instead=True), or make the other when the first is gone."
             )
         super().__setstate__({})  # hooks, as of an optimizer that was loaded
 

@@ -497,6 +497,53 @@ def told(rank: int, world: int) -> None:
         F.cross_entropy(model(x), y).backward()
 
 
+def steps_replaced(rank: int, world: int) -> None:
+    """What a program has put around a step sees whole gradients, or is told when to put it there."""
+
+    def halved(optimizer: torch.optim.Optimizer, seen: list[float]) -> None:
+        own = optimizer.step
+
+        def step(*args: Any, **options: Any) -> Any:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            seen.append(float(torch.stack([p.grad.norm() for p in held]).norm()))
+            with torch.no_grad():
+                for p in held:
+                    p.grad.mul_(0.5)
+            return own(*args, **options)
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+    results = []
+    for plan in (None, {"data": 2, "zero": 2}, {"tensor": 2}):
+        torch.manual_seed(0)
+        model: Any = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # has put something around it
+        norms: list[float] = []
+        if plan is not None:
+            model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+        halved(optimizer, norms)
+        for step in range(2):
+            trained(lambda x, model=model: model(x.float()), optimizer, step)  # type: ignore[arg-type]
+        schedule.step()
+        whole = [espalier.full_tensor(p).detach().flatten() for p in model.parameters()]
+        results.append(torch.cat([torch.tensor(norms), *whole]))
+        other = Net()
+        optimizer = torch.optim.SGD(other.parameters(), 0.1)
+        halved(optimizer, norms)
+        if plan is not None:
+            with pytest.raises(ValueError, match="Replace it afterwards"):
+                espalier.prepare(other, optimizer, plan=plan)
+    for found in results[1:]:
+        assert (found - results[0]).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step..` has been overridden")
+def test_steps_that_a_program_replaces(ranks: Any) -> None:
+    ranks(2, steps_replaced)
+
+
 def test_what_stages_cannot_do_is_told(ranks: Any) -> None:
     ranks(2, told)
 
