@@ -40,6 +40,7 @@ from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
 from espalier.tensor.surroundings import (
     CONSTANTS,
+    SIZE,
     AttributeGuard,
     HolderSlot,
     Surroundings,
@@ -746,7 +747,8 @@ def _refuse_changes(guards: list[AttributeGuard], owner: Any, places: dict[int, 
     now = {(identity(holder), key): value for holder, key, value in watched(owner, after)}
     before = {(identity(holder), key): value for holder, key, value in guards}
     changed = [k for _, k in before.keys() ^ now.keys()]
-    changed += [at[1] for at in before.keys() & now.keys() if not same(before[at], now[at])]
+    both = [at for at in before.keys() & now.keys() if at[1] is not SIZE]  # which names, is told
+    changed += [at[1] for at in both if not same(before[at], now[at])]
     changed += [places.get(i, after.get(i)).key for i in places.keys() ^ after.keys()]  # type: ignore[union-attr]
     if changed:
         raise Refused(

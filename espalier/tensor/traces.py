@@ -301,7 +301,7 @@ class Reads:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._places: dict[tuple[int, str], tuple[tuple[Any, Any], str]] = {}
         self._seen: dict[int, Any] = {}  # kept, so that an id never names two
         waiting: list[Any] = []
         for module in modules:
@@ -313,9 +313,14 @@ class Reads:
                 self._seen[id(x)] = x
                 waiting += self._found(x)
 
+    @property
+    def places(self) -> list[tuple[Any, Any, str]]:
+        """Whose they are (a class, say), in which table they stand, and under which name."""
+        return [(owner, table, name) for (owner, table), name in self._places.values()]
+
     def now(self) -> list[Any]:
         """The values that stand there."""
-        return [_value_in(table, name) for table, name in self._places.values()]
+        return [_value_in(table, name) for _, table, name in self.places]
 
     def _found(self, x: Any) -> Iterable[Any]:
         if not isinstance(x, types.FunctionType | type):
@@ -343,7 +348,7 @@ class Reads:
             if isinstance(value, types.FunctionType | type) or _inner_functions(value) is not None:
                 inner.append(value)
             elif value is not ABSENT and not isinstance(value, types.ModuleType | nn.Module):
-                self._places[id(owner), name] = table, name
+                self._places[id(owner), name] = (owner, table), name
         return inner
 
 
@@ -371,6 +376,23 @@ def held_by(x: Any) -> dict[str, Any] | None:
     slots = [key for base in kind.__mro__ for key in _slots_of(base) if not key.startswith("__")]
     held = {key: getattr(x, key) for key in slots if hasattr(x, key)}
     return {**held, **getattr(x, "__dict__", {})}
+
+
+def shown_by(x: Any) -> dict[str, Any] | None:
+    """The same, with what its class has for it where it has none of its own."""
+    held = held_by(x)
+    if held is None:
+        return None
+    of_class: dict[str, Any] = {}
+    for base in reversed(type(x).__mro__):
+        if not is_known(base):
+            of_class |= {k: y for k, y in vars(base).items() if not k.startswith("__") and _is_value(y)}
+    return {**of_class, **held}
+
+
+def _is_value(x: Any) -> bool:
+    """Whether an attribute of a class is nothing by which it does something."""
+    return not (callable(x) or hasattr(x, "__get__"))
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -352,6 +352,48 @@ def numbers_by_names(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+class Reading(nn.Module):
+    """A block that reads all of these."""
+
+    factor = shadowed = 1.0
+
+    def __init__(self, options: Any, closed: list[float]) -> None:
+        super().__init__()
+        self.linear, self.options, self.nested = nn.Linear(6, 6), options, {"a": [1.0]}
+        self.scale = lambda: closed[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_names = NUMBERS["global"] * Numbers.temperature * type(self).factor * self.shadowed
+        held = self.options.temperature * self.options.inner.temperature * self.nested["a"][0]
+        return x + self.linear(x).tanh() * by_names * held * self.scale()
+
+
+def numbers_of_blocks(lay: Lay) -> list[Any]:
+    NUMBERS["global"], Numbers.temperature, Reading.factor = 1.0, 1.0, 1.0
+    options, closed, out = Options(inner=Numbers()), [1.0], []
+    model = nn.Sequential(nn.Sequential(Reading(options, closed), Reading(options, closed)), nn.Linear(6, 4))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(9):
+        if step == 1:
+            NUMBERS["global"] = 0.5
+        elif step == 2:
+            Numbers.temperature = 0.7
+        elif step == 3:
+            Reading.factor = 2.0
+        elif step == 4:
+            closed[0] = 1.5
+        elif step == 5:
+            options.temperature = 0.9
+        elif step == 6:
+            model[0][1].nested["a"][0] = 0.8
+        elif step == 7:
+            model[0][0].shadowed = 0.5
+        elif step == 8:
+            model[0][1].linear.forward = lambda x: 0.5 * x
+        out.append(trained(model, optimizer, step).item())
+    return [*out, *model.state_dict().values()]
+
+
 def hooks_of_outputs(lay: Lay) -> list[Any]:
     model, out = Net(), []
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -426,6 +468,7 @@ def states_put_in_place(lay: Lay) -> list[Any]:
 
 PROGRAMS = (
     numbers_by_names,
+    numbers_of_blocks,
     hooks_of_outputs,
     methods_that_give_the_model,
     forwards_put_in_place,
@@ -453,13 +496,20 @@ def compared(rank: int, world: int, at: int) -> None:
     try:
         torch.manual_seed(0)
         expected = numbers(program(lambda model, *more: (model, *more)))
-        for plan in PLANS:
+        plans: list[tuple[dict[str, Any], dict[str, Any]]] = [(plan, {}) for plan in PLANS]
+        if program is numbers_of_blocks:
+            plans += [(plan, {"compile": "eager"}) for plan in PLANS if plan in ({"tensor": 2}, PLANS[0])]
+        for plan, options in plans:
             if program in UNSTAGED and "pipe" in plan:
                 continue
             torch.manual_seed(0)
-            found = program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))
+            found = program(
+                lambda model, *more, plan=plan, options=options: espalier.prepare(
+                    model, *more, plan=plan, **options
+                )
+            )
             apart = (numbers(found) - expected).abs().max().item()
-            assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
+            assert apart < TOLERANCE, f"{program.__name__} under {plan}, {options}: {apart}"
     finally:
         torch.set_default_dtype(before)
 

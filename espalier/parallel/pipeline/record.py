@@ -19,7 +19,7 @@ from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
-from espalier.tensor.traces import ABSENT, MOST_HELD, Apart, apart, held_by, is_array, made_in, may_change
+from espalier.tensor.traces import ABSENT, MOST_HELD, Apart, apart, is_array, made_in, may_change, shown_by
 from espalier.torch_private import (
     HOOK_OPTIONS,
     HOOKS,
@@ -732,7 +732,7 @@ class Marks:
             return x.dtype, x.shape, x.tobytes()
         if type(x) in DICTS:
             return {k: self._mark(y) for k, y in x.items()}
-        held = held_by(x)
+        held = shown_by(x)
         if held is None:
             return x
         if id(x) not in self._known:
