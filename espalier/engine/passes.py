@@ -41,6 +41,7 @@ from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
+from espalier.tensor.told import tell
 from espalier.torch_private import after_backward, current_graph_task_id, is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
@@ -572,6 +573,8 @@ class Direct(Passes):
             else:
                 of_step.backward(loss)
                 self.loss = self._shared(of_step.loss)
+        if self._last_loss is None and self._finishes:
+            tell((loss,))
 
     def _shared(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """A loss as it is for all ranks: where each made one of its own rows, their mean."""
@@ -617,6 +620,8 @@ class Direct(Passes):
             return  # what is under way may be so until the step
         if self._finishes:
             self.finish_gradients()
+            if not asked and self._last_loss is None:
+                self.mesh.finished.append("a loss of the program's own")
         else:
             gradients.show()
 

@@ -47,6 +47,7 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
+from espalier.tensor.told import adds_up, note_terms
 from espalier.torch_private import (
     getter,
     go_at_once,
@@ -93,8 +94,8 @@ class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "flat", "holds_addends", "keeps", "lends", "marked", "moves", "out", "outs", "placed", "quick", "run",
-        "runs", "simple", "sums_here", "tail", "writes", "written",
+        "adds_up", "flat", "holds_addends", "keeps", "lends", "marked", "moves", "out", "outs", "placed",
+        "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
@@ -119,6 +120,8 @@ class CachedCall:
         self.sums_here = not self.lends and self.written is None
         # backward may need addends as they are now, and who keeps it for that is not always counted
         self.holds_addends = self.keeps and any(layout.partial for layout in placed.ins)
+        is_number = self.out is not None and not self.out.shape
+        self.adds_up = is_number and any(adds_up(o.layout) for o in operands)
         if spec.fails:
             self.run = fail_together(spec, self.run, placed)
         self.simple = self.quick = self.writes = self.flat = self.runs = False
@@ -127,7 +130,7 @@ class CachedCall:
         """After the first call: whether the next ones may take a short cut."""
         if self.out is None or not isinstance(out, torch.Tensor) or self.marked or self.placed.mesh.is_dry:
             return
-        if self.holds_addends:
+        if self.holds_addends or self.adds_up:
             return
         if self.run is not None:
             self.runs = not (self.moves or self.lends) and self.written is None and self.tail is None
@@ -174,6 +177,8 @@ class CachedCall:
             if self.placed.mesh.is_dry:
                 out = tree_map(beside_saved, out)
         out = self._stamped(out, args, kwargs)
+        if self.adds_up:
+            note_terms(out, call_arguments)
         return loans.lend(out, func, *call_arguments) if self.lends else out
 
     def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,137 @@
+"""Losses that a program makes itself, known to all ranks once they have gone back.
+
+Of a loss made of rows that ranks share each rank has an addend, and who asks for its value asks all. Programs
+print it on one rank alone, mostly after ``loss.backward()``, which all ranks call. So the ranks sum it there,
+in one message with the losses that it is a sum of (``loss = ce + 0.1 * aux``), and these tensors become
+their values. To autograd those are others, made of the addends.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.comm.redistribute import move
+from espalier.layout import Layout
+from espalier.layout.layout import R
+from espalier.tensor.dtensor import DTensor, plain, stamp
+from espalier.torch_private import raw, swap_impls, version_of
+from espalier.trees import tensors_in
+
+_MOST = 32  # numbers of one message: a sum over steps has no end
+_NOT_ALONE = frozenset({"_source", "_unfinished", "_reduced"})  # others know it by its addends
+
+
+class Term(NamedTuple):
+    """One number, of which each rank has an addend.
+
+    Attributes:
+        holder: the tensor, weakly: ranks may keep it or not, but all sum it.
+        addend: this rank's, outside autograd.
+        layout: how the tensor lies.
+        version: the tensor's.
+        terms: those that it is made of.
+    """
+
+    holder: weakref.ref[DTensor]
+    addend: torch.Tensor
+    layout: Layout
+    version: int
+    terms: tuple[Term, ...]
+
+
+def adds_up(layout: Layout) -> bool:
+    """Whether a tensor is one number that is a sum, or an average, over ranks."""
+    states = [layout.axes[axis] for axis in layout.partial if layout.mesh.shape[axis] > 1]
+    return not layout.shape and bool(states) and all(state in ("sum", "avg") for state in states)
+
+
+def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:
+    """Note of a number that may go back which numbers it is made of."""
+    with raw():
+        if not out.requires_grad:
+            return
+    found = [_term(x) for x in tensors_in(operands) if type(x) is DTensor and not x._layout.shape]
+    out._terms = tuple(found)  # type: ignore[attr-defined]
+
+
+def _term(x: DTensor) -> Term:
+    with raw():
+        addend, version = plain(x.detach()), version_of(x)
+    return Term(weakref.ref(x), addend, x._layout, version, x.__dict__.get("_terms", ()))
+
+
+def tell(roots: Iterable[Any]) -> None:
+    """Let losses that have gone back, and what they are made of, be known on all ranks (a collective)."""
+    ends = [x for x in roots if type(x) is DTensor and not x._layout.shape and not x._layout.mesh.is_dry]
+    groups: dict[Any, list[Term]] = {}
+    for term in _all_of(map(_term, ends)):
+        if adds_up(term.layout):
+            key = (term.layout.mesh, *term.layout.partial, term.addend.dtype)
+            groups.setdefault(key, []).append(term)
+    for terms in groups.values():
+        _become_known(terms[:_MOST])
+
+
+def _all_of(terms: Iterable[Term]) -> Iterator[Term]:
+    """Terms, and those that they are made of, each once."""
+    seen: set[int] = set()  # references to one tensor are one object
+    waiting = [*terms][::-1]
+    while waiting:
+        term = waiting.pop()
+        if id(term.holder) not in seen:
+            seen.add(id(term.holder))
+            yield term
+            waiting += reversed(term.terms)
+
+
+def _become_known(terms: list[Term]) -> None:
+    """Sum numbers that lie along the same axes, in one message."""
+    mesh, axes = terms[0].layout.mesh, terms[0].layout.partial
+    shape = (len(terms),)
+    summed = Layout.of(mesh, tuple("sum" if a in axes else R for a in range(mesh.ndim)), ((),), shape)
+    with raw(), torch.no_grad():
+        shares = torch.stack([term.addend * _share(term.layout) for term in terms])
+        values = move(shares, summed, Layout.replicated(mesh, shape)).unbind()
+    for term, value in zip(terms, values, strict=True):
+        x = term.holder()
+        if x is not None and _is_as_it_was(x, term):
+            with raw(), torch.enable_grad():
+                known = _Known.apply(plain(x), value, _share(term.layout))
+            swap_impls(x, known)
+            x.__dict__.pop("_moved", None)
+            x.__dict__.pop("_terms", None)
+            stamp(x, Layout.replicated(mesh, ()))
+
+
+def _is_as_it_was(x: DTensor, term: Term) -> bool:
+    """Whether a tensor may become what its addends were summed to."""
+    if swap_impls is None or x._layout is not term.layout or _NOT_ALONE & x.__dict__.keys():
+        return False
+    with raw():
+        stays = x.retains_grad or (x.is_leaf and x.requires_grad)
+        return version_of(x) == term.version and not stays
+
+
+def _share(layout: Layout) -> float:
+    """The share of an addend in what its tensor is: one of a sum, a part of an average."""
+    return math.prod(1 / layout.mesh.shape[a] for a in layout.partial if layout.axes[a] == "avg")
+
+
+class _Known(torch.autograd.Function):
+    """A number that is known, made of this rank's addend; differentiable to any order."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, addend: torch.Tensor, value: torch.Tensor, share: float) -> torch.Tensor:
+        ctx.share = share
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.share, None, None
