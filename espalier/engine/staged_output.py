@@ -31,7 +31,7 @@ from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, restore, states
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import Generators
+from espalier.tensor.traces import Generators, names_put_back
 from espalier.torch_private import raw
 
 
@@ -205,7 +205,7 @@ class ModelRun:
             restore(device, torchs)
             others.restore()
         try:
-            with passes.memory.undone():
+            with passes.memory.undone(), names_put_back(passes.call.module):
                 yield
         finally:
             restore(device, drawn)

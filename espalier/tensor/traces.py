@@ -44,6 +44,23 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
+def names_put_back(*modules: nn.Module) -> Iterator[None]:
+    """After it, what the functions of the modules' classes, and their hooks, use by name is as before.
+
+    That are numbers, containers, tensors and generators: closed over, globals, attributes of classes.
+    """
+    traces = _Traces()
+    for module in modules:
+        for part in module.modules():
+            traces.note(type(part))
+            traces.note([x for x in vars(part).values() if _may_call(x)])
+    try:
+        yield
+    finally:
+        traces.undo()
+
+
+@contextmanager
 def untraced(*modules: nn.Module) -> Iterator[None]:
     """While open, a run of modules, or of copies of them, leaves no traces outside of these.
 
@@ -53,13 +70,8 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
     modes, and hooks that are called for every module, do not see the run. What is not put back: files,
     iterators, the insides of objects without ``__dict__``, and of libraries.
     """
-    traces = _Traces()
-    for module in modules:
-        for part in module.modules():
-            traces.note(type(part))
-            traces.note([x for x in vars(part).values() if _may_call(x)])
     with ExitStack() as stack:
-        stack.callback(traces.undo)
+        stack.enter_context(names_put_back(*modules))
         stack.callback(Generators().restore)
         stack.enter_context(_torch_generators(modules))
         for hooks in hooks_of_all_modules(HOOKS):
@@ -312,6 +324,11 @@ class Reads:
             if id(x) not in self._seen:
                 self._seen[id(x)] = x
                 waiting += self._found(x)
+
+    @property
+    def keys(self) -> set[tuple[int, str]]:
+        """What tells places apart, also those of other modules."""
+        return set(self._places)
 
     @property
     def places(self) -> list[tuple[Any, Any, str]]:

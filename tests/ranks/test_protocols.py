@@ -394,6 +394,36 @@ def numbers_of_blocks(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+class CountsByName(nn.Module):
+    """A block that counts in an attribute of its class."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountsByName.calls += 1
+        return x + self.linear(x).tanh() / CountsByName.calls
+
+
+class CountsItself(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        NUMBERS["calls"] += 1.0
+        return super().forward(x) / NUMBERS["calls"]
+
+
+def counts_by_names(lay: Lay) -> list[Any]:
+    CountsByName.calls, NUMBERS["calls"], out = 0, 0.0, []
+    blocks = nn.Sequential(nn.Sequential(CountsByName(), CountsByName()), nn.Linear(6, 4))
+    for model in (blocks, CountsItself()):
+        model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+        out += [trained(model, optimizer, step).item() for step in range(3)]
+        out += [*model.state_dict().values()]
+    return out
+
+
 def hooks_of_outputs(lay: Lay) -> list[Any]:
     model, out = Net(), []
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -469,6 +499,7 @@ def states_put_in_place(lay: Lay) -> list[Any]:
 PROGRAMS = (
     numbers_by_names,
     numbers_of_blocks,
+    counts_by_names,
     hooks_of_outputs,
     methods_that_give_the_model,
     forwards_put_in_place,
@@ -502,6 +533,8 @@ def compared(rank: int, world: int, at: int) -> None:
         for plan, options in plans:
             if program in UNSTAGED and "pipe" in plan:
                 continue
+            if program is counts_by_names and "recompute" in plan:
+                continue  # such numbers advance twice in it
             torch.manual_seed(0)
             found = program(
                 lambda model, *more, plan=plan, options=options: espalier.prepare(
@@ -586,6 +619,47 @@ def steps_replaced(rank: int, world: int) -> None:
                 espalier.prepare(other, optimizer, plan=plan)
     for found in results[1:]:
         assert (found - results[0]).abs().max() < 1e-5
+
+
+class Ordered(Net):
+    """Calls its blocks in an order that changes."""
+
+    order = (0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for i in self.order:
+            x = x + self.blocks[i](x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+ASIDE: list[torch.Tensor] = []
+
+
+class PutsAside(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        ASIDE.append(x.square().mean())
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def other_orders(rank: int, world: int) -> None:
+    """Modules that are called in another order, and tensors for a loss that come too late."""
+    model: Any = Ordered()
+    plan = {"pipe": 2, "cuts": ("blocks.1",)}
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    trained(lambda x: model(x.float()), optimizer, 0)  # type: ignore[arg-type]
+    model.order = (1, 0)
+    with pytest.raises(ValueError, match=r"is used in stage [01] this time(.|\n)*call them in one order"):
+        trained(lambda x: model(x.float()), optimizer, 1)  # type: ignore[arg-type]
+    late: Any = espalier.prepare(PutsAside(), plan={"pipe": 2})
+    with pytest.warns(UserWarning, match="puts tensors into 'ASIDE'"):
+        F.cross_entropy(late(batch(0)[0].float()), batch(0)[1]).backward()
+
+
+@pytest.mark.filterwarnings("ignore::espalier.parallel.compose.UndividedWarning")
+def test_other_orders_and_what_comes_too_late(ranks: Any) -> None:
+    ranks(2, other_orders)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")

@@ -289,6 +289,7 @@ class _Family:
         self._children = [child for m in self._modules for child in own_modules(m).values()]
         self._held = [own_parameters(m) for m in self._modules]
         self._parameters = {id(p): p for p in parameters_in(model)}
+        self._users: dict[str, tuple[int, ...]] | None = None
         self._buffers = [own_buffers(m) for m in self._modules]
 
     def trace(self, batch: Any) -> Trace:
@@ -321,9 +322,29 @@ class _Family:
             del same[0]
             _tell_of_traces()
         same.append(Split(self, traced, self.cuts))
+        self.check_places(same[-1])
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
         return same[-1]
+
+    def check_places(self, split: Split) -> None:
+        """See that stages use what they have: parameters lie where the first batch used them.
+
+        Raises:
+            SplitError: one is used in another stage.
+        """
+        users = split.users
+        if self._users is None:
+            self._users = users
+            return
+        for name, _ in named_parameters_in(self.model):
+            here = [program.number for program in split.stages if name in program.uses]
+            if wrong := set(here) - set(self._users.get(name, here)):
+                raise SplitError(
+                    f"{name!r} is used in stage {min(wrong)} this time, and in {[*self._users[name]]} with "
+                    "the first batch, by which it lies there: the forward calls modules in another order. "
+                    "Let it call them in one order, or train under a plan without pipe."
+                )
 
     def key(self, batch: Any) -> Any:
         """What a trace depends on of a batch, beside its values."""
@@ -420,6 +441,7 @@ def split(
     else:
         raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
     family.cuts = division.cuts
+    family.check_places(division)
     family.known[(*family.key(example), *family.state())] = [division]
     return division
 

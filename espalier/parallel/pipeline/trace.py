@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.parallel.pipeline.record import (
     METADATA,
     AnswerRecorder,
+    Marks,
     ModelStandIns,
     ModuleCall,
     Op,
@@ -46,7 +49,8 @@ from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
-from espalier.tensor.traces import Apart, Generators, NotCopiedError
+from espalier.tensor.observers import user_frame
+from espalier.tensor.traces import Apart, Generators, NotCopiedError, Reads, is_known
 from espalier.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -114,9 +118,10 @@ def _traced(
         twin = stack.enter_context(_copied(stand_ins, fake, batch))
         for module in twin.module.modules():  # there is no graph here to hook into
             forget_backward_hooks(module)
-        before = stand_ins.snapshot(twin.module)
+        before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
         recorded = _recorded(twin, device, fake, whole, is_watched)
-        if changes := stand_ins.changes(twin.module, before):
+        changes, beside = stand_ins.changes(twin.module, before), outside.changes()
+        if changes or beside:
             modules = dict(twin.module.named_modules())
             recorded.sharing = stand_ins.sharing(twin.module, changes)
             places = [(name, key) for name, keys in changes.items() for key in keys]
@@ -124,14 +129,22 @@ def _traced(
             recorded.remembers = bool(places)
             recorded.sets = {(name, key) for name, key in places if key not in own_buffers(modules[name])}
             recorded.tensors = {
-                (name, key) for name, key in recorded.sets if tensors_in([vars(modules[name]).get(key)])
+                (name, key)
+                for name, key in recorded.sets
+                if tensors_in([vars(modules[name]).get(key)], objects=2)
             }
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
-            before = stand_ins.snapshot(twin.module)
+            before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
             again = _recorded(twin, device, fake, whole, is_watched)
             later = stand_ins.changes(twin.module, before)
             for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+            beside = outside.changes()
+            outside.tell_of_tensors(beside)
+            for key, names in beside.items():
+                for name in names:
+                    recorded.changed.setdefault(name, []).append(f"reads {key!r}, which changes each time")
+                    recorded.sharing[name] = recorded.sharing.get(name, set()) | names
             recorded.first = {
                 Place(name, key, key in own_buffers(modules[name])): value
                 for name, key in places
@@ -141,6 +154,51 @@ def _traced(
                 said = recorded.changed.setdefault(name, [])
                 said += [] if said else ["does something else when it is called again"]
     return recorded
+
+
+class Outside:
+    """What the code of a model's modules finds by name, as it is now: globals, attributes of classes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_kind: dict[Any, Reads] = {}
+        self._read: dict[str, Reads] = {}
+        for name, module in model.named_modules():
+            has_own = any(isinstance(x, FunctionType) for x in vars(module).values())
+            if has_own or not is_known(type(module)):
+                kind = module if has_own else type(module)
+                self._read[name] = by_kind.setdefault(kind, Reads([module]))
+        self._then = self._now()
+
+    def _now(self) -> dict[tuple[int, str], Any]:
+        marks = Marks()
+        found = {}
+        for read in dict.fromkeys(self._read.values()):
+            values = zip(read.places, read.now(), strict=True)
+            found.update({(id(owner), name): marks.of(x) for (owner, _, name), x in values})
+        return found
+
+    def tell_of_tensors(self, changed: Mapping[str, set[str]]) -> None:
+        """Tell of what a forward has put there for a loss to take: it comes too late."""
+        for key in changed:
+            reads = (self._read[name] for name in changed[key])
+            values = [table[name] for of in reads for _, table, name in of.places if name == key]
+            if any(x.is_floating_point() for x in tensors_in(values, objects=2)):
+                warnings.warn(
+                    f"The model's forward puts tensors into {key!r}, which is none of its attributes. In a "
+                    "pipeline the forward runs with loss.backward(): they are not there when the loss is "
+                    "made. What belongs to the loss let the forward return, and make the loss of its output.",
+                    stacklevel=user_frame()[0],
+                )
+
+    def changes(self) -> dict[str, set[str]]:
+        """By names of what is another now, the modules whose code finds it."""
+        now = self._now()
+        changed = {key for key, was in self._then.items() if not equal(was, now.get(key))}
+        found: dict[str, set[str]] = {}
+        for module, read in self._read.items() if changed else ():
+            for _, name in read.keys & changed:
+                found.setdefault(name, set()).add(module)
+        return found
 
 
 def _refuse_sparse(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
