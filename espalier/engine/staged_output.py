@@ -75,6 +75,7 @@ class ModelRun:
 
     def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
         self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
+        _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self._is_own and passes.plan.accumulate == 1
@@ -101,10 +102,12 @@ class ModelRun:
         """See that no input wants a gradient.
 
         Raises:
-            TypeError: one is made of what is trained, or is trained itself.
+            TypeError: one is made of what is trained, or is trained itself, or nothing else is.
         """
-        wanting = [x for x in leaves(self._inputs, torch.Tensor) if x.requires_grad]
-        if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in wanting):
+        tensors = leaves(self._inputs, torch.Tensor)
+        wanting, trained = [x for x in tensors if x.requires_grad], self.parameters()
+        is_made = any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in wanting)
+        if is_made or (wanting and not any(p.requires_grad for p in trained)):
             raise TypeError(
                 "An input of the model wants a gradient: it is made of something that is trained, or is a "
                 "parameter. In a pipeline no gradient goes back from the model to its inputs: make that a "
@@ -289,6 +292,23 @@ class ModelRun:
         passes.add_gradients(earlier)
         assert passes.loss is not None
         return full_tensor(passes.loss).detach().clone()
+
+
+def _refuse_objects(inputs: Any) -> None:
+    """See that there are tensors for stages.
+
+    Raises:
+        TypeError: there is none, but objects that may have some.
+    """
+    others = [
+        x for x in leaves(inputs) if not isinstance(x, int | float | complex | str | bytes | type(None))
+    ]
+    if others and not any(isinstance(x, torch.Tensor) for x in others):
+        kinds = ", ".join(sorted({type(x).__name__ for x in others}))
+        raise TypeError(
+            f"The model is called with {kinds}, in which no tensor is seen. In a pipeline each stage takes "
+            "its part of the batch: give tensors, or tuples, lists, dicts or dataclasses of them."
+        )
 
 
 def _shapes_of(inputs: Any) -> Hashable:

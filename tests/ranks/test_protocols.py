@@ -574,6 +574,10 @@ def told(rank: int, world: int) -> None:
         F.cross_entropy(model(before(x)), y).backward()
     with pytest.warns(UserWarning, match="An input of the model has requires_grad"):
         F.cross_entropy(model(x.clone().requires_grad_()), y).backward()
+    model.requires_grad_(False)
+    with pytest.raises(TypeError, match="An input of the model wants a gradient"):
+        model(x.clone().requires_grad_()).sum().backward()
+    model.requires_grad_(True)
     state = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
     model.head.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"'head\.weight', 'head\.bias' came later(.|\n)*p\.data = value"):
@@ -666,6 +670,21 @@ def test_other_orders_and_what_comes_too_late(ranks: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step..` has been overridden")
 def test_steps_that_a_program_replaces(ranks: Any) -> None:
     ranks(2, steps_replaced)
+
+
+class OfObjects(Net):
+    def forward(self, x: Any) -> torch.Tensor:
+        return super().forward(x.inner)
+
+
+def objects_as_inputs(rank: int, world: int) -> None:
+    model: Any = espalier.prepare(OfObjects(), plan={"pipe": 2})
+    with pytest.raises(TypeError, match=r"called with SimpleNamespace, in which no tensor is seen"):
+        model(SimpleNamespace(inner=batch(0)[0].float())).sum().backward()
+
+
+def test_objects_as_inputs_are_told(ranks: Any) -> None:
+    ranks(2, objects_as_inputs)
 
 
 def test_what_stages_cannot_do_is_told(ranks: Any) -> None:
