@@ -27,6 +27,7 @@ from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
+from espalier.tensor.stored import is_whole
 from espalier.torch_private import (
     foreach_copy_,
     getter,
@@ -162,7 +163,15 @@ def lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         for part in parts_of(optimizer):
             meet_others_states(part)
             part.register_load_state_dict_post_hook(meet_others_states)
+            part.register_state_dict_post_hook(_with_plain_values)
     data.place(optimizer)
+
+
+def _with_plain_values(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Of what every rank has whole a state dict has it plain: so it is read where there are no ranks."""
+    state_dict["state"] = tree_map(
+        lambda x: x.to_local() if type(x) is DTensor and is_whole(x._layout) else x, state_dict["state"]
+    )
 
 
 def meet_others_states(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,8 @@
 
 ``torch.distributed.checkpoint`` asks a tensor which boxes of the global one it holds, and for their values;
 so what one layout saved, any other loads. A pickle keeps this rank's part, its layout and its mesh: it is
-read by a rank that holds the same part.
+read by a rank that holds the same part. One of a whole tensor is read anywhere; where there is no such mesh,
+as a plain tensor.
 """
 
 from __future__ import annotations
@@ -90,7 +91,35 @@ def reduced(x: DTensor) -> tuple[Any, ...]:
     """How a DTensor is made again, for ``pickle`` and ``copy``."""
     layout, local = here(x)
     is_parameter = bool(getattr(x, "_is_param", False))
-    return rebuilt, (local, layout, layout.mesh.coordinate, x.requires_grad, is_parameter)
+    kind = layout.mesh.coordinate, x.requires_grad, is_parameter
+    if is_whole(layout) and not layout.mesh.is_dry:
+        (_, of_mesh), (_, (_, *of_layout)) = layout.mesh.__reduce__(), layout.__reduce__()
+        return rebuilt_whole, (local, of_mesh, tuple(of_layout), *kind)
+    return rebuilt, (local, layout, *kind)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether this rank, as every other, holds all values."""
+    of_axes = zip(layout.mesh.shape, layout.axes, strict=True)
+    return layout.mesh.is_member and all(n == 1 or state in (R, D) for n, state in of_axes)
+
+
+def rebuilt_whole(
+    local: torch.Tensor,
+    of_mesh: Sequence[Any],
+    of_layout: Sequence[Any],
+    coordinate: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    """The tensor of which a pickle holds all; plain, where there is no mesh as it lay on."""
+    try:
+        mesh = known_mesh(*of_mesh)
+    except ValueError:
+        if is_parameter:
+            return torch.nn.Parameter(local, requires_grad)
+        return local.requires_grad_(requires_grad)
+    return rebuilt(local, known_layout(mesh, *of_layout), coordinate, requires_grad, is_parameter)
 
 
 def rebuilt(
@@ -120,7 +149,7 @@ def rebuilt(
 
 
 _OLD = (known_mesh, "espalier.mesh.parts.known_mesh")  # where files of before name it
-torch.serialization.add_safe_globals([rebuilt, known_layout, known_mesh, _OLD])
+torch.serialization.add_safe_globals([rebuilt, rebuilt_whole, known_layout, known_mesh, _OLD])
 
 
 # ---- the bridge to torch's own DTensor: the same local memory under the other type, and gradients flow

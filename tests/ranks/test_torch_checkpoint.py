@@ -363,3 +363,46 @@ def test_plans_go_on_with_what_others_trained(ranks: Any, tmp_path: Path) -> Non
 @pytest.mark.world(4)
 def test_pickles(ranks: Any, tmp_path: Path) -> None:
     ranks(4, pickled, str(tmp_path))
+
+
+def layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    net.scale = 1.0  # type: ignore[assignment]
+    return net, torch.optim.AdamW(net.parameters(), 0.1)
+
+
+def a_file_of_the_first_rank(rank: int, world: int, folder: str, is_read: bool) -> None:
+    """As scripts write it and go on: ``if rank == 0: torch.save(...)``."""
+    expected, alone = layers()
+    for _ in range(4):
+        step(expected, alone)
+    net, optimizer = espalier.prepare(*layers(), plan={"data": world})
+    if is_read:
+        held = torch.load(Path(folder) / "all.pt", weights_only=True)
+        net.load_state_dict(held["model"])
+        optimizer.load_state_dict(held["optimizer"])
+    for _ in range(2):
+        step(net, optimizer)
+    states = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "p": next(net.parameters())}
+    if is_read:
+        for name, x in expected.state_dict().items():
+            torch.testing.assert_close(states["model"][name], x, rtol=0, atol=1e-12)
+    elif rank == 0:
+        torch.save(states, Path(folder) / "all.pt")
+
+
+def test_whole_values_are_read_where_there_is_no_such_mesh(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, a_file_of_the_first_rank, str(tmp_path), False)
+    held = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert type(held["p"]) is nn.Parameter and held["p"].requires_grad
+    (net, optimizer), (expected, alone) = layers(), layers()
+    net.load_state_dict(held["model"])
+    optimizer.load_state_dict(held["optimizer"])
+    for _ in range(4):
+        step(expected, alone)
+    for _ in range(2):
+        step(net, optimizer)
+    for name, x in expected.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], x, rtol=0, atol=1e-12)
+    ranks(4, a_file_of_the_first_rank, str(tmp_path), True)
