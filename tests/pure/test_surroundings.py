@@ -33,5 +33,7 @@ def test_changes_are_seen() -> None:
     module.rate = 1  # type: ignore[assignment]
     assert not around.are_same()
     del module.rate
+    assert not around.are_same()
+    module.other = 1  # type: ignore[assignment]
     with pytest.raises(KeyError):
         around.are_same()
