@@ -519,12 +519,6 @@ def watched(faults: Faults | None = None) -> Watchdog:
     return pulse
 
 
-# Programs without an engine are watched too, also those that made their meshes before this was imported.
-Mesh.joined = (*Mesh.joined, watched)
-if Mesh.built[0] is not None and Mesh.built[0] is dist.group.WORLD:
-    watched()
-
-
 def _is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1 or is_fake()
 
@@ -545,3 +539,9 @@ def _group(event: Collective) -> str:
 def _what(event: Collective) -> str:
     size = "" if event.whole is None else f" of {list(event.whole)} {event.dtype}".replace("torch.", "")
     return f"{event.op}{size}"
+
+
+# Programs without an engine are watched too, also those that made their meshes before this was imported.
+Mesh.joined = (*Mesh.joined, watched)
+if Mesh.built[0] is not None and Mesh.built[0] is dist.group.WORLD:
+    watched()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,15 @@ def leaves_something(mesh: Mesh, folder: Path) -> int:
 def test_spawn_gives_results_whatever_the_end_of_the_interpreter_would_do(tmp_path: Path) -> None:
     assert espalier.spawn(leaves_something, {"data": 2}, tmp_path) == [0, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_all_else_may_be_imported_once_a_mesh_is_there() -> None:
+    code = "from espalier.mesh import Mesh; Mesh.from_env({'data': 1}); import espalier; print(espalier.Plan)"
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **alone}, capture_output=True, text=True
+    )
+    assert "Plan" in found.stdout, found.stderr
 
 
 def from_torch(rank: int, world: int) -> None:
