@@ -85,6 +85,7 @@ def trained(net: Net, optimizer: Any) -> list[torch.Tensor]:
 
 
 def compared(rank: int, world: int, is_deferred: bool) -> None:
+    torch.set_default_dtype(torch.float64)
     for plan in PLANS:
         is_branched = "branch" in plan
         if is_deferred and is_branched:
@@ -107,10 +108,9 @@ def compared(rank: int, world: int, is_deferred: bool) -> None:
             assert set_by_program(x) == vars(own), f"{plan}: {set_by_program(x)}"
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         assert [p._optim for p in updated] == [p._optim for p in alone.parameters()], plan  # type: ignore[attr-defined]
-        far = 0.05 if "precision" in plan else 1e-6
+        far = 0.05 if "precision" in plan else 1e-12
         for a, b in zip(found, expected, strict=True):
-            apart = (espalier.full_tensor(a).float() - b).abs().max()
-            assert apart < far * max(1.0, b.abs().max().item()), plan
+            assert (espalier.full_tensor(a).double() - b).abs().max() < far, plan
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
