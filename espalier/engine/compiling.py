@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from espalier.blocks import blocks
-from espalier.engine.recompute import Policy, chosen, recompute_in_graphs
+from espalier.engine.recompute import chosen, recompute_in_graphs
+from espalier.engine.selective import Policy, Tracing, keep_products
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
 from espalier.tensor import compile as compile_region
-from espalier.tensor.compiled import Backend, compile_forward
+from espalier.tensor.alike import Alike
+from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
 
 
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -49,19 +52,24 @@ def compile_blocks(
     backend: str | Backend,
     policy: Policy | None,
 ) -> None:
-    """Let each of these be one graph.
+    """Let each of these be one graph; those that are alike are compiled once.
 
     Args:
         recomputed: how blocks are recomputed, by name; those whose graphs do so themselves are taken out.
-        policy: as for :func:`~espalier.engine.recompute.recompute_in_graphs`.
+        policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
-    by = compile_forward if plan.zero == 3 or recomputed else compile_region
+    by: Callable[..., Any] = compile_forward if plan.zero == 3 or recomputed else compile_region
     names = {model.get_submodule(name): name for name, kind in recomputed.items() if kind == "selective"}
+    policy = policy or keep_products
+    compiler = partial(compiler_of_blocks, backend, plan.async_tensor_parallel)
+    asking = not callable(backend)  # one of the caller's own rewrites nothing for which ranks ask each other
+    alike = Alike(compiler(), asking)
     for block in blocks:
         if block not in names:
-            by(block, backend=backend, async_tensor_parallel=plan.async_tensor_parallel)
+            by(block, backend=alike.of_region())
     keeping = [names[block] for block in blocks if block in names]
-    compile = partial(compile_forward, backend=backend, async_tensor_parallel=plan.async_tensor_parallel)
-    recompute_in_graphs(model, keeping, plan.recompute_inputs, compile, policy)
+    alike_too = Alike(compiler(partial(Tracing, policy)), asking)
+    regions = {name: compile_forward(model.get_submodule(name), alike_too.of_region()) for name in keeping}
+    recompute_in_graphs(model, regions, plan.recompute_inputs, policy)
     for name in keeping:
         del recomputed[name]

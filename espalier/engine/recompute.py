@@ -24,7 +24,7 @@ from espalier.blocks import around, blocks, parts, segments
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import carry_out
 from espalier.device import copy_by, host_buffer_like, new_stream, pins, wait_for
-from espalier.engine.selective import Policy, Tracing, keep_products, selective_contexts
+from espalier.engine.selective import Policy, keep_products, selective_contexts
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
@@ -107,25 +107,17 @@ def recompute(
     return undone.close
 
 
-def recompute_in_graphs(
-    model: nn.Module,
-    names: Sequence[str],
-    inputs: str,
-    compile: Callable[..., Region],  # as it is called elsewhere
-    policy: Policy | None = None,
-) -> None:
+def recompute_in_graphs(model: nn.Module, regions: Mapping[str, Region], inputs: str, policy: Policy) -> None:
     """Let blocks be compiled to graphs that keep what is kept of them, and compute the rest again themselves.
 
     A call that runs as it is written is recomputed as ever; one that is recorded keeps nothing.
 
     Args:
-        compile: ``compile(block, tracing=how)`` compiles a block, which is traced in that way.
+        regions: what is compiled of each, by :class:`~espalier.engine.selective.Tracing`.
     """
-    policy, hosted = policy or keep_products, _Hosted()
-    for name in names:
-        block = model.get_submodule(name)
-        region = compile(block, tracing=Tracing(policy))
-        _wrap(block, partial(selective_contexts, policy), inputs, hosted, region)
+    hosted = _Hosted()
+    for name, region in regions.items():
+        _wrap(model.get_submodule(name), partial(selective_contexts, policy), inputs, hosted, region)
 
 
 def _wrap(

@@ -289,30 +289,30 @@ def _call(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str
     # not every function of torch stands under its name: that of x ** 2 does not
     if plain and module.startswith("torch") and getattr(sys.modules.get(module), name, None) is func:
         return graph.call_function(func, args, kwargs)
-    return _bound(graph, func, args, kwargs)
-
-
-def _bound(graph: fx.Graph, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> fx.Node:
-    """A call with arguments that no graph can print: they are kept by a function made for it."""
     nodes = [x for x in leaves((args, kwargs), sought=()) if isinstance(x, fx.Node)]
+    return graph.call_function(Bound(func, args, kwargs), tuple(nodes))
 
-    def call(*tensors: Any) -> Any:
+
+class Bound:
+    """A call with arguments that no graph can print: it keeps them, and takes the tensors among them.
+
+    Attributes:
+        function: what is called.
+        template: ``(args, kwargs)``, with a :class:`Slot` for each tensor.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.function = function
+        self.template = tree_map(lambda x: Slot() if isinstance(x, fx.Node) else x, (args, kwargs))
+        self.__name__ = self.__qualname__ = _title(function, args)  # for those who read the graph
+
+    def __call__(self, *tensors: Any) -> Any:
         values = iter(tensors)
-
-        def fill(x: Any) -> Any:
-            return next(values) if isinstance(x, _Slot) else x
-
-        return func(*tree_map(fill, template[0]), **tree_map(fill, template[1]))
-
-    def blank(x: Any) -> Any:
-        return _Slot() if isinstance(x, fx.Node) else x
-
-    template = tree_map(blank, (args, kwargs))
-    call.__name__ = call.__qualname__ = _title(func, args)
-    return graph.call_function(call, tuple(nodes))
+        args, kwargs = tree_map(lambda x: next(values) if isinstance(x, Slot) else x, self.template)
+        return self.function(*args, **kwargs)
 
 
-class _Slot:
+class Slot:
     """Where a tensor stands among the arguments of a recorded call."""
 
 
@@ -405,22 +405,12 @@ def compile(  # torch's own name for it
     return Region(model, model, compiler)
 
 
-def compile_forward(
-    module: torch.nn.Module,
-    backend: str | Backend,
-    async_tensor_parallel: bool = False,
-    tracing: Tracing | None = None,
-) -> Region:
+def compile_forward(module: torch.nn.Module, backend: Backend) -> Region:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
-
-    Args:
-        tracing: ``tracing(program, tensors)`` gives what a program gives for tensors, as it is traced.
     """
-    rewrite = _rewriting(_BUCKET, async_tensor_parallel)
-    compiler = _backend(backend, None, None, rewrite)
-    region = Region(module.forward, module, compiler if tracing is None else _traced(compiler, tracing))
+    region = Region(module.forward, module, backend)
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
@@ -429,14 +419,32 @@ def compile_forward(
     return region
 
 
-def _traced(compiler: Backend, tracing: Tracing) -> Backend:
+def compiler_of_blocks(
+    backend: str | Backend,
+    async_tensor_parallel: bool = False,
+    tracing: Callable[[], Tracing] | None = None,
+) -> Backend:
+    """What compiles programs of blocks.
+
+    Args:
+        backend: as for :func:`compile`.
+        async_tensor_parallel: as for :func:`compile`.
+        tracing: gives for a program the way of its tracing, ``way(program, tensors)``: what the program
+            gives for tensors, as it is traced.
+    """
+    compiler = _backend(backend, None, None, _rewriting(_BUCKET, async_tensor_parallel))
+    return compiler if tracing is None else _traced(compiler, tracing)
+
+
+def _traced(compiler: Backend, tracing: Callable[[], Tracing]) -> Backend:
     """A compiler of programs, which are traced in a way of their own."""
 
     def compile(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         taken, program = module.graph.find_nodes(op="placeholder"), fx.Interpreter(module).run
+        way = tracing()
 
         def whole(*tensors: torch.Tensor) -> Any:
-            return tracing(program, tensors) if tracers() else program(*tensors)
+            return way(program, tensors) if tracers() else program(*tensors)
 
         graph = fx.Graph()
         outputs: Any = module.graph.output_node().args[0]
@@ -516,7 +524,7 @@ class Region:
             return written
         is_flat = not kwargs and all(type(a) is DTensor for a in args)
         leaves, form = (list(args), None) if is_flat else flatten((args, kwargs))
-        key = (_state(), *_kinds(leaves), _repeats(leaves), form)
+        key = (state(), *kinds(leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
@@ -543,7 +551,7 @@ class Region:
         return self if instance is None else Region(self._call.__get__(instance), instance, self._backend)
 
 
-def _state() -> Any:
+def state() -> Any:
     """What of torch's state decides about the program beside the inputs."""
     return (
         torch.is_grad_enabled(),
@@ -556,7 +564,7 @@ def _state() -> Any:
     )
 
 
-def _kinds(inputs: Sequence[Any]) -> list[Any]:
+def kinds(inputs: Sequence[Any]) -> list[Any]:
     """What of each input decides about the program: of tensors all but their values."""
     await_values([x for x in inputs if isinstance(x, torch.Tensor)])
     with raw():
@@ -619,12 +627,12 @@ class _Variant:
         self._outputs, self._form = outputs, form
         self._draws = any(isinstance(s, Key) for s in self._sources)
         self._places = [s for s in self._sources if type(s) is HolderSlot]
-        self._kinds = _kinds([place.get() for place in self._places])
+        self._kinds = kinds([place.get() for place in self._places])
 
     def fits(self) -> bool:
         """Whether modules and their tensors are as they were when it was recorded."""
         try:
-            return self._around.are_same() and self._kinds == _kinds(
+            return self._around.are_same() and self._kinds == kinds(
                 [holder[key] for holder, key in self._places]
             )
         except (KeyError, IndexError, ValueError):  # deleted meanwhile

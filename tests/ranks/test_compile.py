@@ -25,11 +25,12 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 class Graphs:
-    """A backend that keeps the traced graphs and runs them as they are."""
+    """A backend that keeps the traced graphs, runs them as they are, and counts that."""
 
     def __init__(self) -> None:
         self.forward: list[Any] = []
         self.backward: list[Any] = []
+        self.runs = 0
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
@@ -38,7 +39,12 @@ class Graphs:
         def keep(graphs: list[Any]) -> Callable[..., Any]:
             def compiler(graph: Any, inputs: Any) -> Any:
                 graphs.append(graph)
-                return make_boxed_func(graph.forward)
+
+                def run(*args: Any) -> Any:
+                    self.runs += 1
+                    return graph.forward(*args)
+
+                return make_boxed_func(run)
 
             return compiler
 
@@ -557,7 +563,7 @@ def test_dry_runs_are_not_compiled() -> None:
 
 
 def test_blocks_of_a_model_by_initialize() -> None:
-    """One graph for each block: no break. What can be in none is refused, in words."""
+    """Each block runs as one graph, without a break. What can be in none is refused, in words."""
 
     def losses(compile: Any, **plan: Any) -> list[float]:
         torch.manual_seed(0)
@@ -571,7 +577,10 @@ def test_blocks_of_a_model_by_initialize() -> None:
     for plan in ({}, {"accumulate": 2, "precision": "autocast-bfloat16"}, *recomputed):
         graphs = Graphs()
         assert losses(graphs, **plan) == losses(False, **plan)
-        assert len(graphs.forward) == SIZES["layers"]
+        assert (len(graphs.forward), len(graphs.backward)) == (1, 1)
+        # all but the first call of each, forward and backward
+        passes = 3 if plan.get("recompute") == "full" else 2
+        assert graphs.runs == passes * SIZES["layers"] * (3 * plan.get("accumulate", 1) - 1)
     with pytest.raises(ValueError, match="the model has no list of blocks"):
         espalier.initialize(nn.Linear(2, 2), None, {}, compile=True)
 

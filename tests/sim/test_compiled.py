@@ -37,7 +37,7 @@ def memory(shared: Shared, rank: int, world: int) -> dict[tuple[bool, str], tupl
             shared.sim.c.sim_restart_peak()
             engine.train_step(batches[2])
             found[compiled, kind] = kept, device.max_memory_allocated() - before
-            assert len(graphs.backward) == 4 * compiled
+            assert len(graphs.backward) == compiled
             del engine, net, optimizer
     return found
 

@@ -478,7 +478,7 @@ def test_layers_multiply_while_sequences_travel(
         # a block gathers twice and sums twice, forward and backward; so does, by its gradient, the head
         # (layers that are recorded, in a first step, don't)
         assert receives >= layers * 8 * (STEPS - compiled) and under_way == receives
-        assert written == layers * 8 * compiled
+        assert written == 8 * compiled  # blocks are alike: one program
 
 
 def carried(shared: Shared, rank: int, world: int) -> dict[tuple[str, int], int]:
