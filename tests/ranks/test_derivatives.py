@@ -21,6 +21,7 @@ from espalier import (
     distribute_tensor,
     full_tensor,
     local_map,
+    prepare,
 )
 from espalier.comm.row_exchange import send_rows
 from espalier.tensor import redistribute
@@ -273,3 +274,40 @@ def beside(rank: int, world: int) -> None:
 
 def test_ranks_that_use_different_inputs(ranks: Any) -> None:
     ranks(2, beside)
+
+
+def curvature(net: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Steps by gradients, and by second derivatives along drawn directions (Hutchinson)."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(8, 4, generator=draw, dtype=F64)
+        parameters = list(net.parameters())
+        loss = net(x).square().mean()
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        along = [torch.randn(p.shape, generator=draw, dtype=F64) for p in parameters]
+        second = torch.autograd.grad(grads, parameters, along)
+        for p, grad, other in zip(parameters, grads, second, strict=True):
+            p.grad = grad.detach() + 0.1 * other
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters
+
+
+def of_a_prepared_model(rank: int, world: int, plan: dict[str, Any]) -> None:
+    def parts() -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
+        return net, torch.optim.SGD(net.parameters(), 0.1)
+
+    expected = curvature(*parts())
+    net, optimizer = prepare(*parts(), plan=plan)
+    for p, own in zip(curvature(net, optimizer), expected, strict=True):
+        torch.testing.assert_close(full_tensor(p), own, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"torch\.autograd\.grad\(loss, parameters, create_graph=True\)"):
+        net(torch.ones(8, 4, dtype=F64)).square().mean().backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("plan", [{"data": 2}, {"data": 2, "zero": 3}])
+def test_second_derivatives_of_a_prepared_model(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(2, of_a_prepared_model, plan)

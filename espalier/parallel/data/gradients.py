@@ -223,6 +223,12 @@ class Gradients:
                 piece.copy_(plain(grad))
 
     def _come(self, number: int, p: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and any(self.mesh.shape[axis] > 1 for axis in self.axes):
+            raise ValueError(
+                "backward(create_graph=True): ranks sum gradients behind it, which no graph records. Write "
+                "grads = torch.autograd.grad(loss, parameters, create_graph=True): these are whole, and have "
+                "a graph; for the step p.grad = grad.detach()."
+            )
         if not self._is_open and self.unannounced is not None:
             with raw():
                 is_finished = any(self._is_same(m) for chunk in self.chunks for m in chunk.members)
