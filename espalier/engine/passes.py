@@ -621,7 +621,7 @@ class Direct(Passes):
         if self._finishes:
             self.finish_gradients()
             if not asked and self._last_loss is None:
-                self.mesh.finished.append("a loss of the program's own")
+                self.mesh.finished.add("a loss of the program's own")
         else:
             gradients.show()
 

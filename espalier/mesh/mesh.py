@@ -115,7 +115,7 @@ class Mesh:
         self.within: Mesh | None = None
         self.copied: tuple[str, ...] = ()
         self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
-        self.finished: list[str] = []
+        self.finished: set[str] = set()
         self.asked: Any = None
         self.is_alike = False
         self.under_way: dict[int, Any] = {}
