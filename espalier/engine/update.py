@@ -27,7 +27,7 @@ from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.tensor.stored import is_whole
+from espalier.tensor.loans import is_whole
 from espalier.torch_private import (
     foreach_copy_,
     getter,

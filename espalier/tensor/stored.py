@@ -23,7 +23,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.tensor.loans import ViewSource, await_values, here
+from espalier.tensor.loans import ViewSource, await_values, here, is_whole
 from espalier.torch_private import dtensor_spec, raw, strided_shard, wrap_door
 
 
@@ -96,12 +96,6 @@ def reduced(x: DTensor) -> tuple[Any, ...]:
         (_, of_mesh), (_, (_, *of_layout)) = layout.mesh.__reduce__(), layout.__reduce__()
         return rebuilt_whole, (local, of_mesh, tuple(of_layout), *kind)
     return rebuilt, (local, layout, *kind)
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether this rank, as every other, holds all values."""
-    of_axes = zip(layout.mesh.shape, layout.axes, strict=True)
-    return layout.mesh.is_member and all(n == 1 or state in (R, D) for n, state in of_axes)
 
 
 def rebuilt_whole(

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from copy import copy
 from operator import is_
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
-from espalier.tensor.traces import MOST_HELD, Reads, shown_by
+from espalier.tensor.traces import MOST_HELD, Cell, Reads, shown_by
 from espalier.torch_private import COMPILED_CALL, HOOKS, own_buffers, own_modules, own_parameters
 
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -55,7 +55,7 @@ def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -
     if function.__module__.split(".")[0] in ("torch", "espalier"):
         return
     kept: list[AttributeGuard] = [
-        (_Cell(cell), name, cell.cell_contents)
+        (_Named(cell, Cell(cell)), name, cell.cell_contents)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     ]
     names = function.__code__.co_names
@@ -119,7 +119,7 @@ def _of_object(x: Any, places: dict[int, HolderSlot], seen: set[int]) -> Iterato
 
 
 class _Named:
-    """What somebody (a class, say) has under names."""
+    """What somebody (a class, a variable of an enclosing function) has under names."""
 
     def __init__(self, owner: Any, table: Any) -> None:
         self.owner, self._table = owner, table
@@ -153,21 +153,9 @@ class _Object:
         return getattr(self.owner, name)
 
 
-class _Cell:
-    """A variable of an enclosing function, read as a mapping is."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        return self.cell.cell_contents
-
-
 def identity(holder: Any) -> int:
     """What tells holders apart."""
-    if type(holder) in (_Named, _Object, _Size):
-        return id(holder.owner)
-    return id(holder.cell if type(holder) is _Cell else holder)
+    return id(holder.owner if type(holder) in (_Named, _Object, _Size) else holder)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -8,7 +8,6 @@ their values. To autograd those are others, made of the addends.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from espalier.comm.redistribute import move
 from espalier.layout import Layout
 from espalier.layout.layout import R
+from espalier.layout.routes import SUMS
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.torch_private import raw, swap_impls, version_of
 from espalier.trees import tensors_in
@@ -47,7 +47,7 @@ class Term(NamedTuple):
 def adds_up(layout: Layout) -> bool:
     """Whether a tensor is one number that is a sum, or an average, over ranks."""
     states = [layout.axes[axis] for axis in layout.partial if layout.mesh.shape[axis] > 1]
-    return not layout.shape and bool(states) and all(state in ("sum", "avg") for state in states)
+    return not layout.shape and bool(states) and all(state in SUMS for state in states)
 
 
 def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:
@@ -95,13 +95,13 @@ def _become_known(terms: list[Term]) -> None:
     shape = (len(terms),)
     summed = Layout.of(mesh, tuple("sum" if a in axes else R for a in range(mesh.ndim)), ((),), shape)
     with raw(), torch.no_grad():
-        shares = torch.stack([term.addend * _share(term.layout) for term in terms])
+        shares = torch.stack([term.addend * share_of_addend(term.layout) for term in terms])
         values = move(shares, summed, Layout.replicated(mesh, shape)).unbind()
     for term, value in zip(terms, values, strict=True):
         x = term.holder()
         if x is not None and _is_as_it_was(x, term):
             with raw(), torch.enable_grad():
-                known = _Known.apply(plain(x), value, _share(term.layout))
+                known = _Known.apply(plain(x), value, share_of_addend(term.layout))
             swap_impls(x, known)
             x.__dict__.pop("_moved", None)
             x.__dict__.pop("_terms", None)
@@ -117,9 +117,12 @@ def _is_as_it_was(x: DTensor, term: Term) -> bool:
         return version_of(x) == term.version and not stays
 
 
-def _share(layout: Layout) -> float:
-    """The share of an addend in what its tensor is: one of a sum, a part of an average."""
-    return math.prod(1 / layout.mesh.shape[a] for a in layout.partial if layout.axes[a] == "avg")
+def share_of_addend(layout: Layout) -> float:
+    """The share of a rank's addend in what its tensor is: all of it in a sum, a part in an average."""
+    share = 1.0
+    for n, state in zip(layout.mesh.shape, layout.axes, strict=True):
+        share /= n if state == "avg" else 1
+    return share
 
 
 class _Known(torch.autograd.Function):

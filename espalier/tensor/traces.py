@@ -177,7 +177,7 @@ class _Traces:
     def _of_function(self, f: types.FunctionType) -> list[Any]:
         values = [f.__defaults__, f.__kwdefaults__]
         for cell in f.__closure__ or ():
-            values += self._of_name(_Cell(cell), "cell_contents")
+            values += self._of_name(Cell(cell), "cell_contents")
         names = set(names_in(f.__code__))
         for name in names:
             values += self._of_name(f.__globals__, name)
@@ -231,7 +231,7 @@ class _Traces:
         self._undo.append(back)
 
 
-class _Cell:
+class Cell:
     """A cell of a closure as a table with one name."""
 
     def __init__(self, cell: types.CellType) -> None:
@@ -349,7 +349,7 @@ class Reads:
             return [*self._noted(x, vars(x), of_class), *x.__bases__]
         values, names = [], set(names_in(x.__code__))
         for cell in x.__closure__ or ():
-            values += self._noted(cell, _Cell(cell), ["cell_contents"])
+            values += self._noted(cell, Cell(cell), ["cell_contents"])
         values += self._noted(x.__globals__, x.__globals__, names)
         for name in names:
             module = x.__globals__.get(name)

@@ -335,19 +335,27 @@ class ReadsNames(Net):
         return super().forward(x) * by_names * self.scale()
 
 
+def change_by_name(step: int, kind: Any, closed: list[float]) -> None:
+    """Another number each step, before the first as it was: a global, one of two classes, one closed over."""
+    if step == 0:
+        NUMBERS["global"], Numbers.temperature, kind.factor = 1.0, 1.0, 1.0
+    elif step == 1:
+        NUMBERS["global"] = 0.5
+    elif step == 2:
+        Numbers.temperature = 0.7
+    elif step == 3:
+        kind.factor = 2.0
+    elif step == 4:
+        closed[0] = 1.5
+
+
 def numbers_by_names(lay: Lay) -> list[Any]:
-    NUMBERS["global"], Numbers.temperature, ReadsNames.factor, closed = 1.0, 1.0, 1.0, [1.0]
+    closed = [1.0]
+    change_by_name(0, ReadsNames, closed)
     model, out = ReadsNames(closed), []
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
     for step in range(5):
-        if step == 1:
-            NUMBERS["global"] = 0.5
-        elif step == 2:
-            Numbers.temperature = 0.7
-        elif step == 3:
-            ReadsNames.factor = 2.0
-        elif step == 4:
-            closed[0] = 1.5
+        change_by_name(step, ReadsNames, closed)
         out.append(trained(model, optimizer, step).item())
     return [*out, *model.state_dict().values()]
 
@@ -369,20 +377,13 @@ class Reading(nn.Module):
 
 
 def numbers_of_blocks(lay: Lay) -> list[Any]:
-    NUMBERS["global"], Numbers.temperature, Reading.factor = 1.0, 1.0, 1.0
     options, closed, out = Options(inner=Numbers()), [1.0], []
+    change_by_name(0, Reading, closed)
     model = nn.Sequential(nn.Sequential(Reading(options, closed), Reading(options, closed)), nn.Linear(6, 4))
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
     for step in range(9):
-        if step == 1:
-            NUMBERS["global"] = 0.5
-        elif step == 2:
-            Numbers.temperature = 0.7
-        elif step == 3:
-            Reading.factor = 2.0
-        elif step == 4:
-            closed[0] = 1.5
-        elif step == 5:
+        change_by_name(step, Reading, closed)
+        if step == 5:
             options.temperature = 0.9
         elif step == 6:
             model[0][1].nested["a"][0] = 0.8

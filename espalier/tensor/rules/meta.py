@@ -20,7 +20,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, 
 from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
-from espalier.tensor.told import tell
+from espalier.tensor.told import share_of_addend, tell
 from espalier.torch_private import (
     ASIDE,
     TYPED_STORAGE,
@@ -239,14 +239,14 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
 @torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
-    layout, share = x._layout, 1.0
+    layout = x._layout
     for n, state in zip(layout.mesh.shape, layout.axes, strict=True):
         if state in ("max", "min", "product") and n > 1:
             raise ValueError(
                 f"A Partial({state}) value has no gradient: only sums and averages have one. Redistribute "
                 "before the operation that made it."
             )
-        share /= n if state == "avg" else 1  # of an average each rank has its share
+    share = share_of_addend(layout)
     if gradient is not None:
         local = plain(move(gradient, layout_of(gradient, layout.mesh), gradient_layout(layout)))
         return plain(x), local if share == 1 else local * share
