@@ -41,7 +41,7 @@ from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
-from espalier.tensor.told import tell
+from espalier.tensor.told import Telling
 from espalier.torch_private import after_backward, current_graph_task_id, is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
@@ -564,7 +564,10 @@ class Direct(Passes):
         if of_step is not None:
             of_step.check()
             self._check_kept(of_step)
+        telling = Telling((loss,))
         with self.watch or nullcontext(), self.call.casts or nullcontext(), self._hooks.open():
+            if self._tells:
+                telling.begin()
             if self.scaler is not None:
                 self.scaler.scaled(loss)
             if of_step is None:
@@ -573,8 +576,12 @@ class Direct(Passes):
             else:
                 of_step.backward(loss)
                 self.loss = self._shared(of_step.loss)
-        if self._last_loss is None and self._finishes:
-            tell((loss,))
+        telling.end()
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the pass under way lets a loss of the program's own be known."""
+        return self._last_loss is None and self._finishes
 
     def _shared(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """A loss as it is for all ranks: where each made one of its own rows, their mean."""
@@ -603,6 +610,8 @@ class Direct(Passes):
             of_step.check()
         self._finishes = self.is_syncing and (of_step is None or of_step.done == of_step.size - 1)
         self.data.gradients.begin(self._finishes)
+        if not asked and self._tells and self.mesh.going:
+            self.mesh.going[-1].begin()
 
     def _end_backward(self, asked: bool) -> None:
         assert self.data is not None
@@ -620,8 +629,6 @@ class Direct(Passes):
             return  # what is under way may be so until the step
         if self._finishes:
             self.finish_gradients()
-            if not asked and self._last_loss is None:
-                self.mesh.finished.add("a loss of the program's own")
         else:
             gradients.show()
 

@@ -54,8 +54,8 @@ class Mesh:
         copied: parameters that several coordinates have a copy of, as the last engine on it laid them out.
         beside: called with the tensors that a backward pass begins at, on it or a part of it, and what makes
             the pass: engines with stages here act before and after it. None where there are none.
-        finished: what has finished gradients in a backward pass that a program made: where it began is told
-            to all ranks then (see ``espalier.tensor.told``).
+        going: for each backward pass that a program makes, outermost first, what tells all ranks where it
+            began (see ``espalier.tensor.told``): engines begin that.
         asked: what tells values on parts of it to the other ranks (see ``espalier.tensor.asked``); None where
             there are none.
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
@@ -115,7 +115,7 @@ class Mesh:
         self.within: Mesh | None = None
         self.copied: tuple[str, ...] = ()
         self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
-        self.finished: set[str] = set()
+        self.going: list[Any] = []
         self.asked: Any = None
         self.is_alike = False
         self.under_way: dict[int, Any] = {}

@@ -1,22 +1,21 @@
 """Losses that a program makes itself, known to all ranks once they have gone back.
 
 Of a loss made of rows that ranks share each rank has an addend, and who asks for its value asks all. Programs
-print it on one rank alone, mostly after ``loss.backward()``, which all ranks call. So the ranks sum it there,
-in one message with the losses that it is a sum of (``loss = ce + 0.1 * aux``), and these tensors become
+print it on one rank alone, mostly after ``loss.backward()``, which all ranks call. So the ranks sum it beside
+that, in one message with the losses that it is a sum of (``loss = ce + 0.1 * aux``), and these tensors become
 their values. To autograd those are others, made of the addends.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from espalier.comm.redistribute import move
+from espalier.comm.collectives import all_reduce_, sum_here
 from espalier.layout import Layout
-from espalier.layout.layout import R
 from espalier.layout.routes import SUMS
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.torch_private import raw, swap_impls, version_of
@@ -65,16 +64,38 @@ def _term(x: DTensor) -> Term:
     return Term(weakref.ref(x), addend, x._layout, version, x.__dict__.get("_terms", ()))
 
 
-def tell(roots: Iterable[Any]) -> None:
-    """Let losses that have gone back, and what they are made of, be known on all ranks (a collective)."""
-    ends = [x for x in roots if type(x) is DTensor and not x._layout.shape and not x._layout.mesh.is_dry]
-    groups: dict[Any, list[Term]] = {}
-    for term in _all_of(map(_term, ends)):
-        if adds_up(term.layout):
-            key = (term.layout.mesh, *term.layout.partial, term.addend.dtype)
-            groups.setdefault(key, []).append(term)
-    for terms in groups.values():
-        _become_known(terms[:_MOST])
+class Telling:
+    """Lets losses that go back, and what they are made of, be known on all ranks (a collective).
+
+    They are sent when it is known that a pass finishes gradients, mostly before it makes any, and waited for
+    at its end.
+
+    Args:
+        roots: where the pass begins.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._roots = roots
+        self._sums: list[_Sum] | None = None  # those under way
+
+    def begin(self) -> None:
+        """Send them, once."""
+        if self._sums is not None:
+            return
+        ends = [
+            x for x in self._roots if type(x) is DTensor and not x._layout.shape and not x._layout.mesh.is_dry
+        ]
+        groups: dict[Any, list[Term]] = {}
+        for term in _all_of(map(_term, ends)):
+            if adds_up(term.layout):
+                key = (term.layout.mesh, *term.layout.partial, term.addend.dtype)
+                groups.setdefault(key, []).append(term)
+        self._sums = [_Sum(terms[:_MOST]) for terms in groups.values()]
+
+    def end(self) -> None:
+        """Let them be known, those that were sent."""
+        for under_way in self._sums or ():
+            under_way.become_known()
 
 
 def _all_of(terms: Iterable[Term]) -> Iterator[Term]:
@@ -89,23 +110,29 @@ def _all_of(terms: Iterable[Term]) -> Iterator[Term]:
             waiting += reversed(term.terms)
 
 
-def _become_known(terms: list[Term]) -> None:
-    """Sum numbers that lie along the same axes, in one message."""
-    mesh, axes = terms[0].layout.mesh, terms[0].layout.partial
-    shape = (len(terms),)
-    summed = Layout.of(mesh, tuple("sum" if a in axes else R for a in range(mesh.ndim)), ((),), shape)
-    with raw(), torch.no_grad():
-        shares = torch.stack([term.addend * share_of_addend(term.layout) for term in terms])
-        values = move(shares, summed, Layout.replicated(mesh, shape)).unbind()
-    for term, value in zip(terms, values, strict=True):
-        x = term.holder()
-        if x is not None and _is_as_it_was(x, term):
-            with raw(), torch.enable_grad():
-                known = _Known.apply(plain(x), value, share_of_addend(term.layout))
-            swap_impls(x, known)
-            x.__dict__.pop("_moved", None)
-            x.__dict__.pop("_terms", None)
-            stamp(x, Layout.replicated(mesh, ()))
+class _Sum:
+    """Numbers that lie along the same axes, summed in one message."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        first, *self._left = terms[0].layout.partial
+        self._terms, self._mesh = terms, terms[0].layout.mesh
+        with raw(), torch.no_grad():
+            self._values = torch.stack([term.addend * share_of_addend(term.layout) for term in terms])
+            self._work = all_reduce_(self._values, self._mesh, first, beside=True)
+
+    def become_known(self) -> None:
+        with raw(), torch.no_grad():
+            self._work.wait()
+            sum_here(self._values, self._mesh, self._left)
+        for term, value in zip(self._terms, self._values.unbind(), strict=True):
+            x = term.holder()
+            if x is not None and _is_as_it_was(x, term):
+                with raw(), torch.enable_grad():
+                    known = _Known.apply(plain(x), value, share_of_addend(term.layout))
+                swap_impls(x, known)
+                x.__dict__.pop("_moved", None)
+                x.__dict__.pop("_terms", None)
+                stamp(x, Layout.replicated(term.layout.mesh, ()))
 
 
 def _is_as_it_was(x: DTensor, term: Term) -> bool:

@@ -20,7 +20,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, 
 from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
-from espalier.tensor.told import share_of_addend, tell
+from espalier.tensor.told import Telling, share_of_addend
 from espalier.torch_private import (
     ASIDE,
     TYPED_STORAGE,
@@ -224,16 +224,22 @@ def _recorded(options: Mapping[str, Any], *ends: Any) -> AbstractContextManager[
 def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     """A backward pass that begins at these, by ``go``; engines with stages on their mesh know of it.
 
-    If it has finished an engine's gradients, its losses are known to all ranks then.
+    If it finishes an engine's gradients, its losses are known to all ranks then.
     """
     meshes = [x._layout.mesh for x in roots if type(x) is DTensor]
     for mesh in meshes:
         if mesh.outermost.beside is not None:
             return mesh.outermost.beside(roots, go)
-        mesh.finished.clear()  # of a pass that began at plain tensors
-    go()
-    if any(mesh.finished for mesh in meshes):
-        tell(roots)
+    telling = Telling(roots)
+    passes = {id(mesh.going): mesh.going for mesh in meshes}.values()
+    for of_mesh in passes:
+        of_mesh.append(telling)
+    try:
+        go()
+    finally:
+        for of_mesh in passes:
+            of_mesh.remove(telling)
+    telling.end()
 
 
 @torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
