@@ -30,10 +30,10 @@ from espalier.parallel import Plan
 from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.tensor.infer import Choices, choices
+from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import LiveMemory, Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
 from espalier.tensor.observers import by_module, user_frame
-from espalier.tensor.traces import Apart, NotCopiedError
 from espalier.texts import in_columns
 
 

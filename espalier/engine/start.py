@@ -28,8 +28,8 @@ from espalier.mesh.parts import with_axes
 from espalier.parallel import Plan
 from espalier.parallel.several import Optimizers, as_one
 from espalier.tensor.compiled import Backend
+from espalier.tensor.copies import run_as_written
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import run_as_written
 
 
 def initialize(

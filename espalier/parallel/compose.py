@@ -36,12 +36,12 @@ from espalier.parallel.tensor.infer import Chosen, choose, infer
 from espalier.parallel.tensor.sequence_parallel import cut_inputs, cut_sequences, is_norm
 from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
+from espalier.tensor.copies import NotCopiedError
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor, is_sparse, set_by_program
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
-from espalier.tensor.traces import NotCopiedError
 from espalier.torch_private import (
     converts_itself,
     gradient_hooks,

@@ -10,7 +10,8 @@ from torch import nn
 
 from espalier.tensor.dtensor import plain
 from espalier.tensor.loans import StandIn, await_values, written_mark
-from espalier.tensor.traces import Generators, made_in, put_back, put_back_held
+from espalier.tensor.names import made_in
+from espalier.tensor.traces import Generators, put_back, put_back_held
 from espalier.torch_private import forward_hooks, own_buffers, own_parameters, raw
 
 Slot = tuple[dict[str, Any], str, Any]

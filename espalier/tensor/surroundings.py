@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.tensor.traces import MOST_HELD, Cell, Reads, shown_by
+from espalier.tensor.names import MOST_HELD, Reads, shown_by, tables_of
 from espalier.torch_private import COMPILED_CALL, HOOKS, own_buffers, own_modules, own_parameters
 
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -54,18 +54,21 @@ def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -
     seen.add(id(function))
     if function.__module__.split(".")[0] in ("torch", "espalier"):
         return
-    kept: list[AttributeGuard] = [
-        (_Named(cell, Cell(cell)), name, cell.cell_contents)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    ]
-    names = function.__code__.co_names
-    kept += [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
-    for holder, key, value in kept:
-        yield from _of_value(holder, key, value, places, seen)
-        if isinstance(value, torch.nn.Module):
-            yield from _of_module(value, places, seen)
-        elif isinstance(value, FunctionType):
-            yield from _of_function(value, places, seen)
+    for owner, table, names in tables_of(function):
+        for name in names:
+            if name in table:
+                yield from _of_name(_Named(owner, table), name, places, seen)
+
+
+def _of_name(
+    holder: _Named, name: str, places: dict[int, HolderSlot], seen: set[int]
+) -> Iterator[AttributeGuard]:
+    value = holder[name]
+    yield from _of_value(holder, name, value, places, seen)
+    if isinstance(value, torch.nn.Module):
+        yield from _of_module(value, places, seen)
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value, places, seen)
 
 
 def _of_module(

@@ -19,8 +19,8 @@ from espalier.comm.custom_ops import recorders
 from espalier.layout import any_alive
 from espalier.mesh.process import World
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.names import is_known, names_in
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import is_known, names_in
 from espalier.torch_private import dispatch_modes, function_mode_stack, let_calls_be_written
 
 _MOST = 10_000  # so much is looked at

@@ -19,7 +19,8 @@ import espalier
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.split import split
 from espalier.parallel.tensor.infer import InferenceWarning, infer
-from espalier.tensor.traces import Apart, apart, untraced
+from espalier.tensor.copies import Apart, apart
+from espalier.tensor.traces import untraced
 
 CALLS: list[int] = []
 KNOWN: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "numpy": np.random.default_rng(1)}

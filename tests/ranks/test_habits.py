@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -717,57 +718,33 @@ def numbers(values: list[Any]) -> torch.Tensor:
     return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
 
 
-def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.MonkeyPatch) -> float:
-    """How far a program by a plan, all on a device of this type, is from plain torch's on the CPU."""
-    before, on_cpu, draw = torch.get_default_dtype(), batch, torch.Tensor.uniform_
+def as_it_is(model: nn.Module, *more: Any) -> Any:
+    """What ``prepare`` gives, of plain torch."""
+    return (model, *more) if more else model
 
-    def moved(step: int) -> tuple[torch.Tensor, ...]:
-        """Drawn on the CPU: where another device is the default one, its generator would have to draw."""
-        with torch.device("cpu"):
-            return tuple(x.to(kind) for x in on_cpu(step))
 
-    def drawn(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A device has a generator of its own, which gives other numbers."""
-        return x.copy_(draw(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args, **kwargs))
-
+def compare(program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """That a program gives by each plan, and with these options of ``prepare``, what plain torch gives."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
-        expected = numbers(program(lambda model, *more: (model, *more) if more else model))
-        torch.manual_seed(0)
-        patch.setattr(f"{__name__}.batch", moved)
-        patch.setattr(torch.Tensor, "uniform_", drawn)
-        with torch.device(kind):
-            found = program(lambda model, *more: espalier.prepare(model, *more, plan=plan))
-        given = numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in found])
+        expected = numbers(program(as_it_is))
+        for plan, options in plans:
+            torch.manual_seed(0)
+            given = numbers(program(partial(espalier.prepare, plan=plan, **options)))
+            apart = (given - expected).abs().max().item()
+            assert apart < TOLERANCE, f"{program.__name__} under {plan}, {options}: {apart}"
     finally:
         torch.set_default_dtype(before)
-        patch.undo()
-    return float((given - expected).abs().max())
 
 
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
-        torch.manual_seed(0)
-        expected = numbers(program(lambda model, *more: (model, *more) if more else model))
-        for plan in (*PLANS, *STAGES) if program in STAGED else PLANS:
-            if program is optimizers_around_others and "offload" in plan:
-                continue  # that has an optimizer update stand-ins of what it holds
-            torch.manual_seed(0)
-            given = numbers(
-                program(lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan))
-            )
-            apart = (given - expected).abs().max().item()
-            assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
-
-
-def in_float64(rank: int, world: int) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        compared(rank, world)
-    finally:
-        torch.set_default_dtype(before)
+        plans = (*PLANS, *STAGES) if program in STAGED else PLANS
+        if program is optimizers_around_others:  # it has an optimizer update stand-ins of what it holds
+            plans = tuple(plan for plan in plans if "offload" not in plan)
+        compare(program, [(plan, {}) for plan in plans])
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
@@ -781,4 +758,4 @@ def in_float64(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:
-    ranks(2, in_float64)
+    ranks(2, compared)

@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout
 from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
-from espalier.tensor.traces import ABSENT, MOST_HELD, Apart, apart, is_array, made_in, may_change, shown_by
+from espalier.tensor.names import ABSENT, MOST_HELD, made_in, shown_by
+from espalier.tensor.traces import is_array, may_change
 from espalier.torch_private import (
     HOOK_OPTIONS,
     HOOKS,

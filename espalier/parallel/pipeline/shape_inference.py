@@ -27,9 +27,10 @@ from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleR
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.before import Before, reached
+from espalier.tensor.copies import Apart, on_meta
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
-from espalier.tensor.traces import Apart, on_meta, put_back, untraced
+from espalier.tensor.traces import put_back, untraced
 from espalier.torch_private import HOOKS, own_buffers, raw
 from espalier.trees import flatten, unflatten
 

@@ -38,8 +38,8 @@ from espalier.parallel.pipeline.record import (
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
+from espalier.tensor.names import Reads
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import Reads
 from espalier.texts import similar
 from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 

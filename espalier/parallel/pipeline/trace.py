@@ -47,10 +47,12 @@ from espalier.parallel.pipeline.record import (
 from espalier.parallel.pipeline.remembered import Place, may_be_told, value_at
 from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
+from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import Apart, Generators, NotCopiedError, Reads, is_known
+from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,

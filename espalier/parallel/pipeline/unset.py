@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from espalier.tensor.traces import ABSENT
+from espalier.tensor.names import ABSENT
 from espalier.torch_private import BUFFERS
 from espalier.trees import leaves
 
@@ -23,7 +23,7 @@ class Unset:
 
     Args:
         name: of the attribute.
-        before: what it was; :data:`~espalier.tensor.traces.ABSENT` if it was not there.
+        before: what it was; :data:`~espalier.tensor.names.ABSENT` if it was not there.
     """
 
     def __init__(self, name: str, before: Any) -> None:

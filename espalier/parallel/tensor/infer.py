@@ -42,12 +42,12 @@ from espalier.mesh import Mesh
 from espalier.parallel.tensor.sequence_parallel import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.sharding.spec import Letter, Operand, Spec
+from espalier.tensor.copies import NotCopiedError, apart, on_meta
 from espalier.tensor.dry_runs import DryMemory, Recalled
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import _entrance
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.rules import RULES
-from espalier.tensor.traces import NotCopiedError, apart, on_meta
 from espalier.torch_private import raw, without_torch_functions
 from espalier.trees import tensors_in, tree_map
 
