@@ -25,9 +25,9 @@ from espalier.comm.redistribute import redistribute_by, redistribute_plan
 from espalier.comm.ring import SEQUENCE, Ring, gathered_products, multiply, summed_products
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
-from espalier.tensor.dispatch import Move, known_gathered, remember_gathered
 from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import DTensor, plain, stamp, up_to_date
+from espalier.tensor.inputs import Move, known_gathered, remember_gathered
 from espalier.tensor.saved import Shard, gather_before_backward
 from espalier.torch_private import raw, takes_tangents
 

@@ -33,8 +33,8 @@ from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel.tensor.ring_products import product
 from espalier.parallel.tensor.tables import parts_of, transposed
-from espalier.tensor.dispatch import Move, _moved, _shard_of
 from espalier.tensor.dtensor import DTensor, layout_of, redistribute, stamp, up_to_date
+from espalier.tensor.inputs import Move, moved_by, shard_of
 from espalier.tensor.saved import Shard, close_saving, gather_before_backward, open_saving
 from espalier.torch_private import PARAMETERS, own_parameters, raw
 from espalier.trees import tensors_in, tree_map
@@ -214,9 +214,9 @@ def call_on_whole(
             return x
         with raw():
             way = _way(x._layout.own, layout)
-            moved = _moved(x, way)
+            moved = moved_by(x, way)
             if way.gathers and moved.requires_grad:
-                shards.append(_shard_of(x, moved, way))
+                shards.append(shard_of(x, moved, way))
             return stamp(moved, layout)
 
     args, kwargs = tree_map(brought, args), tree_map(brought, kwargs)
