@@ -15,10 +15,10 @@ else:  # a type checker would take it that every name is there
     def __getattr__(name: str) -> Any:
         from importlib import import_module
 
-        from espalier.later import uncollected
+        from espalier.later import importing
 
         if not name.startswith("__") or name == "__all__":
-            with uncollected():
+            with importing():
                 api = import_module("espalier.api")
             globals().update({key: getattr(api, key) for key in ("__all__", *api.__all__)})
             if name in globals():

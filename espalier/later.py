@@ -24,6 +24,22 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports of this package in the midst of a program: without looks for garbage, and unseen by its seeds.
+
+    What is imported may draw of Python's generator (rich does), behind ``random.seed(0)``.
+    """
+    import random
+
+    state = random.getstate()
+    try:
+        with uncollected():
+            yield
+    finally:
+        random.setstate(state)
+
+
 def on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's ``__getattr__``, which imports a name from where it is when it is first asked for.
 
@@ -36,7 +52,7 @@ def on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def getter(name: str) -> Any:
         if name not in of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with uncollected():
+        with importing():
             module = import_module(f"{package}.{of[name] or name}")
         return getattr(module, name) if of[name] else module
 

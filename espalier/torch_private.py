@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import weakref
 from collections import OrderedDict
@@ -372,11 +373,20 @@ def call_as_written(module: torch.nn.Module) -> bool:
 
 
 def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has another step than its class, but for what torch's schedules put around it."""
+    """Whether an optimizer has another step than its class, but for what torch's schedules put around it.
+
+    A schedule made before this library was loaded has kept the step that the class had then: torch's own
+    hooks around the same function.
+    """
     step = vars(optimizer).get("step")
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
-    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+    own = type(optimizer).step
+    if step is None or getattr(step, "__func__", step) is own:
+        return False
+    within: Any = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+    was_torchs = within is not None and not getattr(within, "hooked", False)
+    return not was_torchs or inspect.unwrap(within) is not inspect.unwrap(own)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import send_rows
 from espalier.device import moved
+from espalier.engine.collation import hangs_together
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -80,6 +81,11 @@ class Batches:
             begin, size = chunk_bounds(size, self.mesh.shape[axis], self.mesh.coordinate[axis])
             start += begin
         return slice(start, start + size)
+
+    def parts(self, size: int) -> list[slice]:
+        """The rows of all ranks of a global batch, in the order of coordinates."""
+        bounds = [0, *itertools.accumulate(self._even(size))]
+        return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
     def share(self, batch: Any) -> int:
         """The most rows that a rank computes of a global batch; 1 if it has none."""
@@ -479,7 +485,9 @@ _SAME = (
 
 
 Rows = Callable[[int], slice]
-Orders = Callable[[], torch.Tensor]  # the state of a generator whose randperm is the next epoch's order
+# called when an epoch is asked for, it gives the state of the generator that seeds workers, and what, called
+# before the first batch, gives that of a generator whose randperm is the epoch's order
+Orders = Callable[[], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
 
 class Loader:
@@ -488,6 +496,9 @@ class Loader:
     Iterating over it gives what is left of an epoch, or the next one. The order is that of the seed and the
     epoch alone, so that it is the same on any number of ranks.
 
+    What else a program asks of it (``dataset``, ``batch_size``, ``sampler``, ...) is that of torch's
+    ``DataLoader`` which one process would have.
+
     Attributes:
         epoch: the one that is given, or comes next; from 0.
         batch: how many of its batches were given.
@@ -495,8 +506,9 @@ class Loader:
 
     def __init__(
         self,
-        take: Callable[[Any], Any],
+        take: Callable[..., Any],
         rows: Rows,
+        parts: Callable[[int], list[slice]],
         dataset: Dataset[Any],
         batch_size: int,
         *,
@@ -517,22 +529,49 @@ class Loader:
         if ours:
             raise ValueError(f"engine.loader draws the rows itself: leave out {', '.join(sorted(ours))}.")
         self.epoch = self.batch = 0
-        self._take, self._rows, self._size = take, rows, batch_size
-        self._length = len(dataset)
+        self._take, self._rows, self._parts = take, rows, parts
+        self._size = batch_size
+        self._dataset: Any = dataset
         self._shuffle, self._drop_last = shuffle, drop_last
         self._orders = seed if callable(seed) else None
         self._seed = None if callable(seed) else seed
         self._order: torch.Tensor | None = None
-        self._resumed = False
-        probe: DataLoader[Any] = DataLoader(dataset, collate_fn=collate_fn)
-        self._share = _Share(self)
+        self._resumed, self._loads = False, 0
+        plain: DataLoader[Any] = DataLoader(
+            dataset, batch_size, collate_fn=collate_fn, drop_last=drop_last, **options
+        )
+        self._share = _Share()
+        self._is_whole: bool | None = False  # whether each rank loads all rows; None: that is to be found out
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._share,
-            collate_fn=_Collate(probe.collate_fn),
+            collate_fn=_Collate(plain.collate_fn),
             generator=torch.Generator(),  # else each epoch would draw from torch's own
             **options,
         )
+        self._collate: Callable[[list[Any]], Any] = plain.collate_fn
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_plain" in vars(self) and name not in vars(self) and hasattr(self._plain, name):
+            raise ValueError(
+                f"{name} of a loader cannot be set once ranks share its batches: give it to the DataLoader "
+                "before espalier.prepare takes it, or to engine.loader."
+            )
+        super().__setattr__(name, value)
+
+    def stand_for(self, loader: DataLoader[Any]) -> None:
+        """Be asked in the place of a DataLoader of the program's, and give the very batches that it would."""
+        self._plain, self._is_whole = loader, None
+
+    @property
+    def _length(self) -> int:
+        return len(self._dataset)
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -541,37 +580,76 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch, as :meth:`espalier.Engine.local_batch` gives it (all ranks must ask)."""
-        if self.batch and not self._resumed:  # somebody has left the last one
-            self.epoch, self.batch = self.epoch + 1, 0
-        if self._orders is not None and not (self._resumed and self._order is not None and self.batch):
-            self._order = self._orders()
-        self._resumed = False
-        epoch = self.epoch
-        self._share.begin(epoch, self.batch)
+        resumed, self._resumed = self._resumed, False
+        epoch, start = self.epoch, self.batch
+        if start and not resumed:  # somebody has left the last one, or is in its midst
+            epoch, start = epoch + 1, 0
+        workers, draw = torch.Generator().manual_seed(_mixed(self._seed or 0, epoch) ^ 1).get_state(), None
+        if self._orders is not None and not (resumed and self._order is not None and start):
+            workers, draw = self._orders()
+        return self._given(epoch, start, workers, draw)
+
+    def _given(
+        self, epoch: int, batch: int, workers: torch.Tensor, draw: Callable[[], torch.Tensor] | None
+    ) -> Iterator[Any]:
+        """Batches of an epoch. Each says where the loader stands: several may be gone through at once."""
+        order = self._order if draw is None else draw()
+        loads = self._loads
+        drawn = self._drawn(epoch, batch, order)
+        if self._is_whole is None and (first := next(drawn, None)) is not None:
+            self._is_whole = self._hangs_together(first)
+            drawn = itertools.chain([first], drawn)
+        self._share.begin(self._loaded(drawn))
         assert self._loader.generator is not None
-        self._loader.generator.manual_seed(_mixed(self._seed or 0, epoch) ^ 1)
+        self._loader.generator.set_state(workers)
         for rows in self._loader:
             with warnings.catch_warnings():
-                if self.batch and self.batch + 1 == len(self):  # what is left may be too few for all ranks
+                if batch and batch + 1 == len(self):  # what is left may be too few for all ranks
                     warnings.filterwarnings("ignore", "A global batch of")
-                batch = self._take(rows)
-            self.batch += 1
-            yield batch
-            if self.epoch != epoch or self._resumed:
+                taken = self._of_all(rows, batch) if self._is_whole else self._take(rows)
+            batch += 1
+            self.epoch, self.batch, self._order = epoch, batch, order
+            yield taken
+            if self._loads != loads:
                 return  # a checkpoint was loaded meanwhile
         self.epoch, self.batch = epoch + 1, 0
 
-    def drawn(self, epoch: int, start: int) -> Iterator[list[int]]:
-        """Of each batch of an epoch from ``start`` on, the rows of the dataset that this rank loads."""
+    def _drawn(self, epoch: int, start: int, state: torch.Tensor | None) -> Iterator[Sequence[int]]:
+        """The numbers of the rows of each batch of an epoch from ``start`` on."""
         order: Sequence[int] = range(self._length)
         if self._shuffle:
             generator = torch.Generator().manual_seed(_mixed(self._seed or 0, epoch))
-            if self._order is not None:
-                generator.set_state(self._order)
+            if state is not None:
+                generator.set_state(state)
             order = torch.randperm(self._length, generator=generator).tolist()
         for i in range(start, len(self)):
-            batch = order[i * self._size : (i + 1) * self._size]
-            yield list(batch[self._rows(len(batch))])
+            yield order[i * self._size : (i + 1) * self._size]
+
+    def _loaded(self, drawn: Iterator[Sequence[int]]) -> Iterator[list[int]]:
+        """Of the rows of each batch those that this rank loads."""
+        for batch in drawn:
+            yield list(batch if self._is_whole else batch[self._rows(len(batch))])
+
+    def _hangs_together(self, numbers: Sequence[int]) -> bool:
+        """Whether a batch has to be loaded as a whole, and say so where that takes longer."""
+        if len(self._parts(len(numbers))) == 1:
+            return True
+        reason = hangs_together(self._dataset, self._collate, numbers, self._parts(len(numbers)))
+        if reason is not None:
+            _tell(
+                f"Each rank loads all rows of each batch: {reason}, and the batches are to be those of one "
+                "process. It is quicker where each loads its own: by engine.loader(dataset, ...), whose "
+                "ranks draw and collate for themselves, or of a DataLoader with a DistributedSampler."
+            )
+        return reason is not None
+
+    def _of_all(self, batch: Any, i: int) -> Any:
+        """A global batch that every rank has loaded; one whose rows are not first stays as it is."""
+        size = min(self._size, self._length - i * self._size)
+        if any(x.shape[0] != size for x in tensors_in(batch) if x.ndim):
+            return batch
+        here = self._rows(size)
+        return self._take(tree_map(lambda x: x[here] if _has_rows(x) else x, batch), size)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, and of what."""
@@ -604,6 +682,7 @@ class Loader:
         if wrong := self.differences(state):
             raise ValueError(f"The position is of other batches: {'; '.join(wrong)}.")
         self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
+        self._loads += 1
         if "order" in state:
             self._order = torch.tensor(list(bytes.fromhex(state["order"])), dtype=torch.uint8)
 
@@ -611,18 +690,15 @@ class Loader:
 class _Share:
     """The numbers of the rows that this rank loads, batch by batch."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader, self._at = loader, (0, 0)
+    def __init__(self) -> None:
+        self._drawn: Iterator[list[int]] = iter(())
 
-    def begin(self, epoch: int, batch: int) -> None:
-        """Begin there when iterated over next."""
-        self._at = epoch, batch
+    def begin(self, drawn: Iterator[list[int]]) -> None:
+        """Give these when iterated over next."""
+        self._drawn = drawn
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.drawn(*self._at)
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        return self._drawn
 
 
 class _Collate:

@@ -359,6 +359,7 @@ class Engine(Surface):
         loader = Loader(
             self.local_batch,
             self.batch_rows,
+            self._call.batches.parts,
             dataset,
             batch_size,
             shuffle=shuffle,

@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
+from espalier.engine.batches import Orders
 from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
 from espalier.engine.start import initialize
@@ -416,7 +417,9 @@ def prepare(
     Args:
         things: the optimizer, or several; loaders; schedules; None and others are given back as they are. Of
             a torch ``DataLoader`` each rank loads its rows, and a batch is as large as on one process, with
-            the same rows in it: rank 0 draws them, as that does. ``engine.save`` knows where it stands. One
+            the same rows in it: rank 0 draws them, as that does. Where rows draw random numbers, or the
+            ``collate_fn`` makes something of several, each rank loads all of them, with a warning.
+            ``engine.save`` knows where it stands. One
             with a ``DistributedSampler`` is cut already. One with another sampler is taken as it is: it must
             give the same batches on all ranks.
         plan: as for :func:`espalier.initialize`.
@@ -457,7 +460,7 @@ def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
         "persistent_workers": loader.persistent_workers,
     }
     dataset: Dataset[Any] = loader.dataset
-    return engine.loader(
+    shared = engine.loader(
         dataset,
         loader.batch_size,
         shuffled,
@@ -466,6 +469,8 @@ def spread(engine: Engine, loader: DataLoader[Any]) -> Any:
         collate_fn=loader.collate_fn,
         **options,
     )
+    shared.stand_for(loader)
+    return shared
 
 
 def _check_sampler(engine: Engine, sampler: DistributedSampler[Any]) -> None:
@@ -486,12 +491,19 @@ def _check_sampler(engine: Engine, sampler: DistributedSampler[Any]) -> None:
     )
 
 
-def _orders(engine: Engine, loader: DataLoader[Any]) -> Callable[[], torch.Tensor]:
-    """Draws, for each epoch, what a DataLoader draws: gives the state of a generator of its order."""
+def _orders(engine: Engine, loader: DataLoader[Any]) -> Orders:
+    """Draws what a DataLoader draws, and when: gives the states of generators of its orders."""
     sampler: Any = loader.sampler
 
-    def next_order() -> torch.Tensor:
+    def asked() -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        before = (loader.generator or torch.default_generator).get_state()
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # for its workers
+        if not loader.num_workers:
+            return before, drawn
+        state = drawn()  # workers begin at once
+        return before, lambda: state
+
+    def drawn() -> torch.Tensor:
         own = getattr(sampler, "generator", None)
         if own is not None:
             state = own.get_state()
@@ -505,4 +517,4 @@ def _orders(engine: Engine, loader: DataLoader[Any]) -> Callable[[], torch.Tenso
         mesh = engine.mesh
         return state if mesh.size() == 1 or mesh.is_dry else gather_objects(state, mesh)[0]
 
-    return next_order
+    return asked

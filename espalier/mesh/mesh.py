@@ -169,14 +169,15 @@ class Mesh:
                 f"The mesh {asked_for} needs {needed} rank(s), but {world} are running. Start {needed} ranks "
                 f"(espalier run -n {needed} ..., torchrun --nproc-per-node {needed} ...) or change the axes."
             )
-        if not running:
-            return Mesh.single(names, device_type or accelerator() or "cpu")
         if device_type is None:
-            device_type = of_world()
+            device_type = of_world() if running else accelerator() or "cpu"
         members = tuple(range(needed) if ranks is None else map(int, ranks))
         known = _built().get((device_type, names, shape, members))
         if known is not None:
             return known
+        if not running:
+            mesh = _built()[device_type, names, shape, members] = Mesh.single(names, device_type)
+            return mesh
         if ranks is not None:
             return Mesh.from_torch(DeviceMesh(device_type, _array(ranks, shape), mesh_dim_names=names))
         return Mesh.from_torch(init_device_mesh(device_type, shape, mesh_dim_names=names))

@@ -29,7 +29,7 @@ from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
 from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, version_of, with_torch_functions
-from espalier.trees import tensors_in, tree_map
+from espalier.trees import leaves, tensors_in, tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -58,6 +58,19 @@ def enter_or_gather(
             return _gather(func, args, {k: x for k, x in kwargs.items() if k != "generator"}, mesh)
     with drawing_alike(mesh) if name in _DRAWING or name in _REJECTING else nullcontext():
         return _gather(func, args, kwargs, mesh) if inner is None else inner(*args, **kwargs)
+
+
+def answering(args: Any, kwargs: Any) -> Any:
+    """Among a call's arguments one that is no tensor, and answers torch's calls by itself.
+
+    Such as what a pipeline has yet to compute: ``target.eq(output)``. Of what torch asks first, the others
+    would never be asked.
+    """
+
+    def answers(x: Any) -> bool:
+        return not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
+
+    return next(filter(answers, leaves((args, kwargs))), None)
 
 
 StandsFor = dict[tuple[torch.autograd.graph.Node, int], DTensor]

@@ -1,0 +1,277 @@
+"""Scripts as people have them: what stands around a model before it is prepared, and how they use loaders."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+import espalier
+
+F64 = torch.float64
+TOLERANCE = 1e-12
+Say = Callable[..., None]
+
+BEFORE = """
+import random
+import torch
+from torch import nn
+
+random.seed(0)
+drawn = random.Random(0).random()
+nets = [nn.Linear(4, 4), nn.Linear(4, 2)]
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+schedules = [torch.optim.lr_scheduler.StepLR(x, 1, 0.5) for x in optimizers]
+
+import espalier
+
+models = [espalier.prepare(*both, plan={"zero": 3})[0] for both in zip(nets, optimizers)]
+models[1](models[0](torch.ones(2, 4))).sum().backward()
+for optimizer, schedule in zip(optimizers, schedules):
+    optimizer.step()
+    schedule.step()
+print(random.random() == drawn, [x.param_groups[0]["lr"] for x in optimizers])
+"""
+
+
+def test_what_was_there_before_the_package_was_loaded() -> None:
+    """Schedules have wrapped the step of before, Python's numbers are those of its seed; two models meet."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", BEFORE], capture_output=True, text=True)
+    assert done.stdout == "True [0.05, 0.05]\n", done.stderr
+
+
+class Rows(Dataset[Any]):
+    """Rows, to which something is done that the program says."""
+
+    def __init__(self, change: Callable[[torch.Tensor, Rows], torch.Tensor] | None = None) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.rows = [torch.randn(6, dtype=F64, generator=draw) for _ in range(22)]
+        self.change, self.own, self.numpys = change, random.Random(3), np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        row = self.rows[i]
+        return (row if self.change is None else self.change(row, self)), i % 3
+
+
+class Unequal(Rows):
+    """Sequences of which no two that follow each other are as long."""
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.rows[i].expand(2 + i % 4, 6), i % 3
+
+
+def mixed(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    share, order = np.random.beta(1.0, 1.0), torch.randperm(len(x))  # noqa: NPY002
+    return share * x + (1 - share) * x[order], y
+
+
+def rolled(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x + 0.1 * x.roll(1, 0), y
+
+
+def padded(rows: list[Any], batch_first: bool) -> Any:
+    return pad_sequence([x for x, _ in rows], batch_first), torch.tensor([y for _, y in rows])
+
+
+def named(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x, y, [f"row {i}" for i in y.tolist()]
+
+
+def samples(rows: list[Any]) -> Any:
+    """As torchvision's detectors are given them."""
+    return tuple(zip(*rows, strict=True))
+
+
+def classes(net: Any, batch: Any, say: Say) -> torch.Tensor:
+    if len(batch) > 2:
+        say(len(batch[2]), *map(len, batch[2]))
+    out = net(batch[0])
+    return F.cross_entropy(out if out.ndim == 2 else out.mean(int(len(batch[1]) == len(out))), batch[1])
+
+
+def listed(net: Any, batch: Any, say: Say) -> torch.Tensor:
+    xs, ys = batch
+    return F.cross_entropy(net(torch.stack(list(xs))), torch.tensor(ys))
+
+
+LOADED: dict[str, tuple[Callable[[], Dataset[Any]], dict[str, Any], Any]] = {
+    "torch": (lambda: Rows(lambda x, _: x + torch.randn(6, dtype=F64)), {}, classes),
+    "python": (lambda: Rows(lambda x, _: x.flip(0) if random.random() < 0.5 else x), {}, classes),
+    "numpy": (lambda: Rows(lambda x, _: x * np.random.rand()), {}, classes),  # noqa: NPY002
+    "own": (lambda: Rows(lambda x, s: x * s.own.random() + s.numpys.random()), {}, classes),
+    "mixed": (Rows, {"collate_fn": mixed}, classes),
+    "rolled": (Rows, {"collate_fn": rolled}, classes),
+    "padded": (Unequal, {"collate_fn": partial(padded, batch_first=True)}, classes),
+    "time first": (Unequal, {"collate_fn": partial(padded, batch_first=False)}, classes),
+    "named": (Rows, {"collate_fn": named}, classes),
+    "samples": (Rows, {"collate_fn": samples}, listed),
+}
+
+
+def trained(kind: str, plan: dict[str, int] | None) -> list[float]:
+    """Losses, and what is drawn after them."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    dataset, options, loss_of = LOADED[kind]
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader: Any = DataLoader(dataset(), batch_size=8, shuffle=True, **options)
+    model: Any = net
+    if plan is not None:
+        model, optimizer, loader = espalier.prepare(net, optimizer, loader, plan=plan)
+    said: list[float] = []
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch, lambda *x: said.extend(map(float, x)))
+            loss.backward()
+            optimizer.step()
+            said.append(loss.item())
+    return [*said, random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: NPY002
+
+
+def batches_of_one_process(rank: int, world: int, kind: str, plan: dict[str, int]) -> None:
+    expected = trained(kind, None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = trained(kind, plan)
+    told = [x for x in seen if "Each rank loads all rows" in str(x.message)]
+    assert len(told) == ("data" in plan), [str(x.message) for x in seen]
+    assert len(found) == len(expected)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE, (found, expected)
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_batches_that_hang_together(ranks: Any, kind: str) -> None:
+    ranks(2, batches_of_one_process, kind, {"data": 2})
+
+
+@pytest.mark.parametrize("kind", ["torch", "time first", "samples"])
+def test_batches_that_all_ranks_load_anyway(ranks: Any, kind: str) -> None:
+    ranks(2, batches_of_one_process, kind, {"tensor": 2})
+
+
+def loader_of(plan: dict[str, int] | None, dataset: Dataset[Any] | None = None, **more: Any) -> Any:
+    net, loader = nn.Linear(6, 3), DataLoader(dataset or Rows(), batch_size=8, shuffle=True, **more)
+    if plan is not None:
+        loader = espalier.prepare(net, loader, plan=plan)[1]
+    torch.manual_seed(5)
+    return loader
+
+
+def ways(plan: dict[str, int] | None) -> Iterator[Any]:
+    """Programs that use a loader; each gives what it has seen."""
+    loader = loader_of(plan)
+    yield len(loader.dataset), loader.batch_size, loader.drop_last, len(loader.sampler), len(loader)
+    seen = []
+    for x, _ in loader:  # a batch is looked at in the midst of an epoch
+        seen.append((x.sum().item(), next(iter(loader))[0].sum().item()))
+    yield seen
+    yield [(x - y).sum().item() for (x, _), (y, _) in zip(loader, loader, strict=True)]
+    upcoming = iter(loader)
+    yield torch.rand(()).item(), next(upcoming)[0].sum().item()
+    dataset = Rows()
+    growing = loader_of(plan, dataset)
+    counted = []
+    for _ in range(3):
+        counted.append((len(growing), sorted(x.sum().item() for x, _ in growing)))
+        dataset.rows += dataset.rows[:5]
+    yield counted
+
+
+def numbers(of: Any) -> list[float]:
+    """All that a container holds."""
+    return [x for y in of for x in numbers(y)] if isinstance(of, list | tuple) else [float(of)]
+
+
+def loaders(rank: int, world: int) -> None:
+    for plan in ({"data": world}, {"tensor": world}):
+        for found, expected in zip(list(ways(plan)), list(ways(None)), strict=True):
+            assert numbers(found) == pytest.approx(numbers(expected), abs=TOLERANCE)
+    loader = loader_of({"data": world})
+    assert isinstance(loader.dataset, Rows)
+    with pytest.raises(ValueError, match=r"collate_fn of a loader cannot be set(.|\n)*before"):
+        loader.collate_fn = mixed
+    with pytest.raises(AttributeError):
+        loader.nothing  # noqa: B018
+
+
+def test_ways_with_loaders(ranks: Any) -> None:
+    ranks(2, loaders)
+
+
+def seeds_of_workers(rank: int, world: int) -> None:
+    """What workers draw is what those of one process do."""
+    forked: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks beside threads; of rows that all ranks load
+        found = [x.sum().item() for x, _ in loader_of({"data": 2}, LOADED["torch"][0](), **forked)]
+        expected = [x.sum().item() for x, _ in loader_of(None, LOADED["torch"][0](), **forked)]
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_seeds_of_workers(ranks: Any) -> None:
+    ranks(2, seeds_of_workers)
+
+
+def beside_outputs(rank: int, world: int) -> None:
+    """A batch of a loader comes first in a call, and what a pipeline has yet to compute after it."""
+    torch.manual_seed(0)
+    x, z = torch.randn(8, 6, dtype=F64), torch.randn(8, 3, dtype=F64)
+    y = torch.arange(8) % 3
+    made: dict[str, Callable[[Any, Any, Any], Any]] = {
+        "accuracy": lambda p, y, z: (
+            y.view(1, -1).expand_as(p.topk(2, 1)[1].t()).eq(p.topk(2, 1)[1].t()).sum()
+        ),
+        "eq": lambda p, y, z: y.eq(p.argmax(1)).sum(),
+        "mul": lambda p, y, z: z.mul(p).mean(),
+        "where": lambda p, y, z: torch.where(y[:, None] > 0, p, z).mean(),
+        "gather": lambda p, y, z: z.gather(1, p.argmax(1, keepdim=True)).sum(),
+        "cat": lambda p, y, z: torch.cat([z, p]).square().mean(),
+        "mse": lambda p, y, z: F.mse_loss(z, p),
+        "bmm": lambda p, y, z: torch.einsum("ij,ij->i", z, p).mean(),
+        "normal": lambda p, y, z: torch.distributions.Normal(p, 1.0).log_prob(z).mean(),
+    }
+    for name, make in made.items():
+        values = []
+        for plan in (None, {"pipe": 2}):
+            torch.manual_seed(1)
+            net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+            loader: Any = DataLoader(TensorDataset(x, y, z), batch_size=8)
+            model: Any = net
+            if plan is not None:
+                model, loader = espalier.prepare(net, loader, plan=plan)
+            for rows, labels, targets in loader:
+                out = model(rows)
+                value = make(out, labels, targets)
+                values.append(value.item())
+                if value.requires_grad:
+                    value.backward()
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # of what lies in another stage
+                        weight = next(iter(model.parameters()))
+                        values.append(weight.grad.square().sum().item())
+        half = len(values) // 2
+        assert values[:half] == pytest.approx(values[half:], abs=TOLERANCE), (name, values)
+
+
+def test_batches_beside_outputs_of_stages(ranks: Any) -> None:
+    ranks(2, beside_outputs)
