@@ -557,6 +557,7 @@ DOORS = {
     "broadcast": "torch.distributed._state_dict_utils:_broadcast_tensors",
     "broadcast dict": "torch.distributed.checkpoint.state_dict:_broadcast_state_dict",
     "distribute dict": "torch.distributed.checkpoint.state_dict:_distribute_state_dict",
+    "optimizer states": "torch.distributed.checkpoint.state_dict:_get_optim_state_dict",
     "plan": "torch.distributed.checkpoint.planner_helpers:_iterate_state_dict",
     "stage": "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
 }

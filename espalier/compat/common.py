@@ -237,6 +237,7 @@ class LateModule(EngineModule):
             if optimizer is not None:
                 self.said |= getattr(optimizer, "asks_for", {})
             self._made = initialize(self.module, optimizer, plan_for_world(self.said, self.more))
+            self._made.gives_whole_states = True
         return self._made
 
     @property

@@ -21,9 +21,9 @@ from torch import nn
 
 from espalier.comm.control import gather_objects
 from espalier.compat.common import NO_SCALER, Readers, plan_for_world
-from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited
+from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor.deferred import deferred

@@ -20,8 +20,8 @@ from torch import nn
 from espalier.comm.control import gather_objects
 from espalier.compat.common import note_engine, noted_engine
 from espalier.compat.fabric import OnMesh, tell_copies
-from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.engine.states import whole_states
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real

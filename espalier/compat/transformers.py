@@ -30,15 +30,16 @@ from transformers.training_args import OptimizerNames
 from espalier.comm.control import gather_objects
 from espalier.compat.accelerate import PreparedModel, autocast_of
 from espalier.compat.common import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
-from espalier.compat.torch.data_parallel import whole_states
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited import Awaited
+from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
 from espalier.tensor import DTensor
+from espalier.tensor.stored import in_parts
 from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -383,7 +384,8 @@ class Trainer(transformers.Trainer):
         self._wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with in_parts():  # of one rank alone
+            super()._save_optimizer_and_scheduler(output_dir)
         assert self.optimizer is not None
         state = whole_states(self.optimizer.state_dict(), self._mesh)
         if self.args.should_save:

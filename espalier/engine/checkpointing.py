@@ -29,7 +29,7 @@ from espalier.engine.batches import Loader, restore_loaders
 from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_of
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
-from espalier.engine.update import like_parameter
+from espalier.engine.states import apart, like_parameter
 from espalier.layout import Layout, Shard, local_box
 from espalier.layout.layout import Box, overlap
 from espalier.mesh import Mesh
@@ -770,26 +770,6 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Its parameters and buffers, under all names."""
     buffers = nn.Module.named_buffers(model, remove_duplicate=False)
     return [*named_parameters_in(model, remove_duplicate=False), *buffers]
-
-
-def apart(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors have memory of their own, and tied ones one memory.
-
-    A file of a part of a larger memory, such as a chunk, holds all of it, or is refused.
-    """
-    copies: dict[Any, torch.Tensor] = {}
-
-    def own(x: torch.Tensor) -> torch.Tensor:
-        if is_sparse(x):
-            return x.clone()
-        if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
-            return x
-        key = (x.data_ptr(), x.dtype, x.shape, x.stride())
-        if key not in copies:
-            copies[key] = x.clone()
-        return copies[key]
-
-    return {name: own(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}
 
 
 def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:

@@ -46,6 +46,7 @@ from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passe
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
+from espalier.engine.states import lay_out_states, sum_states
 from espalier.engine.surface import (
     AsModel,
     Surface,
@@ -56,9 +57,7 @@ from espalier.engine.update import (
     check_closures,
     check_optimizer,
     forget_gradients,
-    lay_out_states,
     steps_by_closure,
-    sum_states,
     update_model,
 )
 from espalier.faults.watchdog import Watchdog
@@ -103,6 +102,9 @@ class Engine(Surface):
         guard: judges each step before its update; None where nothing is judged.
         passes: how micro-batches go through the model, and the gradients that come of them.
         arrangement: the layouts of the parameters, once they are known, and why.
+        gives_whole_states: whether ``state_dict()`` of its optimizers has whole plain tensors on every rank
+            (a collective), as that of an :class:`EngineModule`; else it has this rank's parts, as that of
+            :attr:`module`.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Engine(Surface):
         self.steps = 0
         self.scaler = LossScaler(plan.precision.loss_scale) if plan.precision.scales else None
         self.guard: Guard | None = None
-        self.is_stepping = False
+        self.is_stepping = self.gives_whole_states = False
         self._arranged, self._policy, self._recomputed = arranged, recompute_policy, chosen(module, plan)
         kind: type[Passes] = Direct
         here = mesh
@@ -244,10 +246,13 @@ class Engine(Surface):
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
-        lay_out_states(optimizer, data)
+        lay_out_states(optimizer, data, self._whole_among, self.plan.precision.parameters is not None)
         if data.offloaded_step is None:
             self._runs = FlatParams(data.rooms)
         self.passes.watch = None if data.budget is None else self.watch()
+
+    def _whole_among(self) -> Mesh | None:
+        return self.mesh if self.gives_whole_states and not self.mesh.is_dry else None
 
     @property
     def _data(self) -> ZeroState | None:

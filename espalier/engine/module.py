@@ -47,6 +47,7 @@ class EngineModule(nn.Module):
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__()
         self._rows, self._engine = rows, engine
+        engine.gives_whole_states = True
         self.module = engine.module
         self.training = engine.module.training
 

@@ -18,16 +18,14 @@ from torch.autograd.graph import increment_version
 from espalier.blocks import parameters_in
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
-from espalier.layout import Layout
+from espalier.engine.states import has_strays, meet_others_states, settle, take_over
 from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.several import Several, parts_of
-from espalier.tensor import DTensor, lay_out, plain, redistribute, stamp
-from espalier.tensor.deferred import make_values_real
+from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.tensor.loans import is_whole
 from espalier.torch_private import (
     foreach_copy_,
     getter,
@@ -39,7 +37,6 @@ from espalier.torch_private import (
     step_is_replaced,
     without_step_hooks,
 )
-from espalier.trees import tree_map
 
 _set_grad = setter("grad")
 
@@ -129,124 +126,6 @@ def _refuse_replaced_steps(optimizer: torch.optim.Optimizer, plan: Plan) -> None
             )
 
 
-@torch.no_grad()
-def sum_states(optimizer: torch.optim.Optimizer) -> None:
-    """Do what sums are still to be done in states that an optimizer has made by itself (a collective)."""
-
-    def summed(x: Any) -> Any:
-        if type(x) is not DTensor or not x._layout.partial:
-            return x
-        return redistribute(x, Layout.replicated(x._layout.mesh, tuple(x.shape)))
-
-    for state in optimizer.state.values():
-        for name, x in state.items():
-            state[name] = tree_map(summed, x)
-
-
-def lay_out_states(optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
-    """States that an optimizer held before its parameters were laid out lie as these do, where planned.
-
-    So do, at the next update, those that others have made or loaded since.
-
-    Raises:
-        ValueError: one has no memory, and is on no tape.
-    """
-    with data.updating(exchange=False):
-        for p, state in optimizer.state.items():
-            if isinstance(p, DTensor):
-                if not p._layout.mesh.is_dry:
-                    make_values_real(state)
-                for name, x in state.items():
-                    is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-                    if is_plain and x.ndim and x.shape == p.shape:
-                        state[name] = lay_out(x, p._layout)
-        for part in parts_of(optimizer):
-            meet_others_states(part)
-            part.register_load_state_dict_post_hook(meet_others_states)
-            part.register_state_dict_post_hook(_with_plain_values)
-    data.place(optimizer)
-
-
-def _with_plain_values(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Of what every rank has whole a state dict has it plain: so it is read where there are no ranks."""
-    state_dict["state"] = tree_map(
-        lambda x: x.to_local() if type(x) is DTensor and is_whole(x._layout) else x, state_dict["state"]
-    )
-
-
-def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have states looked at before the next update: some may lie as others left them.
-
-    Raises:
-        ValueError: all are of parameters in stages of other ranks.
-    """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
-    strange = elsewhere & set(optimizer.state)
-    if strange and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
-        raise ValueError(
-            "optimizer.load_state_dict: these states are of another rank's stages. In a pipeline "
-            "optimizer.state_dict() has those of a rank's own: load what this rank saved; or write "
-            "engine.save(path) and engine.load(path), of all stages and for any plan."
-        )
-    for p in strange:
-        del optimizer.state[p]
-    optimizer._has_others_states = True  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def _take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
-    """Bring states that others gave it to where those lie that an update makes.
-
-    Plain ones are whole, and the same on every rank: ``load_state_dict`` of what one process saved.
-    """
-    for p in parameters:
-        layout, state = p._layout.own, optimizer.state.get(p, {})
-        for name, x in state.items():
-            if not isinstance(x, torch.Tensor) or x.shape != layout.shape or not x.ndim:
-                continue
-            if not isinstance(x, DTensor):
-                state[name] = lay_out(x, layout, source=None)
-            elif x._layout.own is not layout:
-                state[name] = redistribute(x, layout)
-            if x.dtype is not p.dtype and torch.promote_types(x.dtype, p.dtype) is p.dtype:
-                state[name] = state[name].to(p.dtype)  # of a master, which torch takes for its parameter
-
-
-def _has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> bool:
-    """Whether the program has put a state in an optimizer's that lies otherwise than its parameter."""
-    states = optimizer.state
-    for p in parameters:
-        layout = p._layout.own
-        for x in states[p].values() if p in states else ():
-            if type(x) is DTensor:
-                if x._layout.own is not layout and x._layout.shape == layout.shape:
-                    return True
-            elif isinstance(x, torch.Tensor) and x.ndim and tuple(x.shape) == layout.shape:
-                return True
-    return False
-
-
-def like_parameter(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """How a state of that shape lies, of a parameter that lies so: alike, or, of another shape, whole."""
-    return layout if tuple(layout.shape) == shape else Layout.replicated(layout.mesh, shape)
-
-
-@torch.no_grad()
-def _settle(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
-    """Bring states that a step has made of other shapes (Adafactor's rows) to where a load puts them.
-
-    So a run that goes on from a checkpoint sums in the order of one that was never broken off.
-    """
-    for p in parameters:
-        state = optimizer.state.get(p, {})
-        for name, x in state.items():
-            if type(x) is DTensor and x.ndim:
-                layout = like_parameter(p._layout.own, tuple(x.shape))
-                if x._layout.own != layout:
-                    state[name] = redistribute(x, layout)
-
-
 @contextmanager
 def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor]) -> Iterator[None]:
     """Inside, parameters that the engine does not know (copies of its own) have whole gradients."""
@@ -258,7 +137,7 @@ def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor]) -> It
         for name, x in state.items():
             if isinstance(x, torch.Tensor) and x.ndim:  # of a parameter whose states are off the device
                 state[name] = x.to(p.device)
-    _take_over(optimizer, came_later)
+    take_over(optimizer, came_later)
     try:
         yield
     finally:
@@ -290,13 +169,13 @@ def update(
             with _finished(optimizer, came_later):
                 update(optimizer, factor, runs)
             return
-    if optimizer.__dict__.pop("_has_others_states", False) or _has_strays(optimizer, parameters):
-        _take_over(optimizer, parameters)
+    if optimizer.__dict__.pop("_has_others_states", False) or has_strays(optimizer, parameters):
+        take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
             scale_gradients(parameters, factor)
         optimizer.step()
-        _settle(optimizer, parameters)
+        settle(optimizer, parameters)
         return
     outside = {id(p) for p in held if type(p) is not DTensor}
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -278,8 +280,38 @@ def teach_torch() -> None:
         ("distribute dict", _distributing),
         ("plan", _making),
         ("stage", _staging),
+        ("optimizer states", _in_parts),
     ):
         wrap_door(door, wrapper)
+
+
+_parts_asked: ContextVar[bool] = ContextVar("espalier.parts", default=False)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """While open, state dicts of optimizers have what this rank holds, and nothing is sent for them."""
+    token = _parts_asked.set(True)
+    try:
+        yield
+    finally:
+        _parts_asked.reset(token)
+
+
+def parts_are_asked_for() -> bool:
+    """Whether :func:`in_parts` is open."""
+    return _parts_asked.get()
+
+
+def _in_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what a rank holds torch's helpers gather what is to be whole."""
+
+    @functools.wraps(original)
+    def states(*args: Any, **kwargs: Any) -> Any:
+        with in_parts():
+            return original(*args, **kwargs)
+
+    return states
 
 
 def _iterating(original: Callable[..., Any]) -> Callable[..., Any]:

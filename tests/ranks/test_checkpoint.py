@@ -20,8 +20,8 @@ from torch import nn
 import espalier
 from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints, newest
 from espalier.checkpoint.saver import Staging
-from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import checkpointing as state
+from espalier.engine.states import whole_states
 from espalier.tensor.dry_runs import LiveMemory
 from tests.asked import ASKED
 from tests.ranks.test_branches import TABLE, Parallel

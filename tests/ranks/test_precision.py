@@ -420,3 +420,41 @@ def test_gradients_add_up_in_float32(ranks: Any, zero: int) -> None:
 
 def test_gradients_add_up_in_float32_alone(ranks: Any) -> None:
     ranks(1, goes_on, {"precision": {"compute": "bfloat16", "reduce": "float32"}})
+
+
+def with_statistics(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """Parameters in 16 bits beside statistics in float32, of which torch refuses the two: bit by bit."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv1d(3, 4, 3),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+    )
+    for norm in (net[1], net[3]):
+        nn.init.uniform_(norm.weight, 0.5, 2)
+    plain = copy.deepcopy(net).bfloat16()
+    for norm in (plain[1], plain[3]):
+        norm.float()
+    net, _ = espalier.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), plan={**plan, "precision": "bfloat16"}
+    )
+    for is_training in (True, False):
+        net.train(is_training)
+        plain.train(is_training)
+        x = torch.randn(4, 3, 8)
+        out, expected = net(x), plain(x.bfloat16())
+        assert torch.equal(espalier.full_tensor(out.detach()), expected)
+        out.float().square().sum().backward()
+        expected.float().square().sum().backward()
+    gradients = net.engine.full_gradients()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(gradients[name].float(), p.grad.float(), rtol=0.02, atol=0.02)
+    held = net.state_dict()
+    for name, x in plain.named_buffers():
+        torch.testing.assert_close(held[name], x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [{}, {"tensor": 2}, {"pipe": 2}], ids=str)
+def test_norms_of_batches_in_16_bits(ranks: Any, plan: dict[str, int]) -> None:
+    ranks(2 if plan else 1, with_statistics, plan)

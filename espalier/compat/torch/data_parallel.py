@@ -12,10 +12,9 @@ from torch import nn
 
 from espalier.comm.control import gather_objects
 from espalier.compat.common import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
-from espalier.engine.checkpointing import apart
+from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor import DTensor
 from espalier.texts import refuse
 
 Said = Plan | Mapping[str, Any] | None
@@ -268,20 +267,3 @@ class ZeroRedundancyOptimizer(metaclass=_OfZero):
         optimizer.consolidate_state_dict = consolidate_state_dict
         made: torch.optim.Optimizer = optimizer
         return made
-
-
-def whole_states(state: Any, mesh: Mesh | None = None) -> Any:
-    """An optimizer's state dict with whole plain tensors (a collective).
-
-    Args:
-        mesh: of all ranks, whose stages have states of their own if it has an axis ``pipe``.
-    """
-    whole = {}
-    for key, states in sorted(state["state"].items()):  # ranks have filled them in their own order
-        whole[key] = apart(
-            {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sorted(states.items())}
-        )
-    if mesh is not None and "pipe" in mesh.names:
-        of_stages = gather_objects(whole, mesh["pipe"])
-        whole = dict(sorted({key: x for states in reversed(of_stages) for key, x in states.items()}.items()))
-    return {**state, "state": whole}

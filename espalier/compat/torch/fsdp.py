@@ -44,9 +44,10 @@ from torch.distributed.fsdp.wrap import (
 
 from espalier.compat.absent import or_absent
 from espalier.compat.common import LateModule, precision_of, world_size
-from espalier.compat.torch.data_parallel import Said, of_group, take_hook, whole_states
+from espalier.compat.torch.data_parallel import Said, of_group, take_hook
 from espalier.engine import Engine
 from espalier.engine.module import optimizer_of
+from espalier.engine.states import whole_states
 from espalier.engine.surface import bound
 from espalier.layout import Shard
 from espalier.mesh.process import running_rank
@@ -492,7 +493,8 @@ class _Fully:
             self._made = LateModule(module, "own", self.said, self._plan)
             self._inside(module, True)
             try:
-                _ = self._made.engine
+                # as those of the module itself, which is the model
+                self._made.engine.gives_whole_states = False
             finally:
                 self._inside(module, False)
         return self._made.engine

@@ -3,7 +3,8 @@
 Where a mesh has one rank every layout is the whole tensor, and DTensors add nothing but the time to dispatch
 them. So a stage's steps are done with parameters, buffers and values that are plain meanwhile. Except for
 those that need DTensors, as a run without data shows (see ``shape_inference``): those that draw random
-values, which are the same under any layout, and those that make or use values that are followed.
+values, which are the same under any layout, those of which torch refuses plain tensors, and those that make
+or use values that are followed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from espalier.torch_private import (
     raw,
     version_of,
 )
+from espalier.trees import tensors_in
 
 _Facts = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -162,6 +164,24 @@ def _is_hooked(m: nn.Module) -> bool:
     )
 
 
+_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
+
+
+class _Mixing(Watcher):
+    """Sees norms whose parameters are of another dtype than their statistics: the dispatcher can do them."""
+
+    traffic = False
+
+    def __init__(self) -> None:
+        self.is_seen = False
+
+    def around(self, func: Any, args: Any, kwargs: Any, go: Go) -> Any:
+        """Look, and carry it out."""
+        if func in _STATISTICS:
+            self.is_seen |= len({x.dtype for x in tensors_in((args, kwargs)) if x.ndim == 1}) > 1
+        return go()
+
+
 class SingleRankStudy(SingleRank):
     """Does the steps of a program without data, on DTensors, to find how it can be run on one rank."""
 
@@ -170,7 +190,7 @@ class SingleRankStudy(SingleRank):
         self._program, self._followed = program, followed
         self._facts: dict[int, _Facts] = {}
         self._seen: dict[int, Layout] = {}
-        self._draws: list[bool] = []
+        self._typed: list[bool] = []
         self._marks: set[int] = set()  # values that are followed
         self._other: dict[int, _Instead] = {}
 
@@ -184,8 +204,9 @@ class SingleRankStudy(SingleRank):
         """Do some, and see which need DTensors."""
         for step in steps:
             before = torch.get_rng_state()
-            inputs = [env[n] for n in step.inputs]
-            program.do([step], env, here)
+            inputs, mixing = [env[n] for n in step.inputs], _Mixing()
+            with watching(mixing):
+                program.do([step], env, here)
             outputs = [n for n in step.outputs if n in env]
             self._note(env, outputs)
             self._marks.update(n for n, x in zip(step.inputs, inputs, strict=True) if self._is_followed(x))
@@ -193,14 +214,14 @@ class SingleRankStudy(SingleRank):
             if self._followed is not None and len(outputs) == 1 and not isinstance(step.func, str):
                 other = self._followed.instead(step.func, env[outputs[0]])
                 if other is not None:
-                    self._other[len(self._draws)] = other
-            self._draws.append(not torch.equal(torch.get_rng_state(), before))
+                    self._other[len(self._typed)] = other
+            self._typed.append(mixing.is_seen or not torch.equal(torch.get_rng_state(), before))
 
     def _is_followed(self, x: torch.Tensor) -> bool:
         return self._followed is not None and self._followed.is_followed(x)
 
     def _needs(self) -> list[bool]:
-        """Which steps need DTensors: those that draw, or that make or use what is followed.
+        """Which steps need DTensors: those that draw or mix, or that make or use what is followed.
 
         Not if they only make it for a step that has its own way to do without.
         """
@@ -216,7 +237,7 @@ class SingleRankStudy(SingleRank):
             others = set().union(*(users.get(n, ()) for n in marked)) - {i}
             feeds = marked <= ended and marked.isdisjoint(step.inputs) and others <= self._other.keys()
             does_without = i in self._other or feeds
-            needs.append(self._draws[i] or (bool(marked) and not does_without))
+            needs.append(self._typed[i] or (bool(marked) and not does_without))
         return needs
 
     def _note(self, env: Env, numbers: Iterable[int]) -> None:

@@ -182,8 +182,10 @@ def _tracking(
         names = spec.ins[0][2:] if each_sample else ("b", *spec.ins[0][2:])
         spec.sends = dict.fromkeys(names, 2 * channels * (samples if each_sample else 1))
         over = [*([] if each_sample and small[0] is None else [0]), *range(2, x.ndim)]
+    # parameters of a model that computes in 16 bits, whose buffers stay as they are: torch refuses the two
+    dtypes = {o.dtype for o in small if isinstance(o, Operand)}
     spec.run = partial(_normed, each_sample)
-    spec.when = lambda placed: placed.lacks() or placed.axes_of(placed.ins[0], over)
+    spec.when = lambda placed: len(dtypes) > 1 or placed.lacks() or placed.axes_of(placed.ins[0], over)
     return spec
 
 
@@ -229,7 +231,12 @@ def _normed(
     axes, apart = placed.axes_of(lay, over), placed.axes_of(lay, [0]) if each_sample else ()
     tracks = bound.get("running_mean") is not None
     if not bound.get("training", each_sample) or not (axes or (tracks and apart)):
-        return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
+        if placed.lacks():
+            return of_nothing(placed, x, *(p for p in (weight, bias) if p is not None))
+        dtype = bound["running_mean"].dtype
+        alike = {id(p): p.to(dtype) for p in (weight, bias) if p is not None}
+        args = [alike.get(id(a), a) for a in args]
+        return func(*args, **{name: alike.get(id(a), a) for name, a in kwargs.items()})
     count = math.prod(lay.shape[d] for d in over)
     out, mean, variance = _standardized(x, over, placed.mesh, axes, count, bound.get("eps", 1e-5))
     if tracks:

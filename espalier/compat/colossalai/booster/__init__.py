@@ -21,8 +21,8 @@ from espalier.compat.colossalai.booster.mixed_precision import MixedPrecision, m
 from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.interface import Boosted, show
 from espalier.compat.common import counts_one
-from espalier.compat.torch.data_parallel import whole_states
 from espalier.engine import Engine
+from espalier.engine.states import whole_states
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import refuse

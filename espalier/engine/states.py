@@ -1,0 +1,231 @@
+"""States of optimizers: how they lie, and what state dicts give and take of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from espalier.comm.control import gather_objects
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.several import parts_of
+from espalier.tensor import DTensor, lay_out, redistribute
+from espalier.tensor.deferred import make_values_real
+from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.loans import is_whole
+from espalier.tensor.stored import parts_are_asked_for
+from espalier.trees import tree_map
+
+
+@torch.no_grad()
+def sum_states(optimizer: torch.optim.Optimizer) -> None:
+    """Do what sums are still to be done in states that an optimizer has made by itself (a collective)."""
+
+    def summed(x: Any) -> Any:
+        if type(x) is not DTensor or not x._layout.partial:
+            return x
+        return redistribute(x, Layout.replicated(x._layout.mesh, tuple(x.shape)))
+
+    for state in optimizer.state.values():
+        for name, x in state.items():
+            state[name] = tree_map(summed, x)
+
+
+def lay_out_states(
+    optimizer: torch.optim.Optimizer,
+    data: ZeroState,
+    whole_among: Callable[[], Mesh | None],
+    has_masters: bool,
+) -> None:
+    """States that an optimizer held before its parameters were laid out lie as these do, where planned.
+
+    So do, at the next update, those that others have made or loaded since.
+
+    Args:
+        whole_among: gives the mesh among whose ranks ``optimizer.state_dict()`` is to be whole; None: it has
+            what this rank holds. Held weakly.
+        has_masters: parameters show less of their values than is updated.
+
+    Raises:
+        ValueError: one has no memory, and is on no tape.
+    """
+    with data.updating(exchange=False):
+        for p, state in optimizer.state.items():
+            if isinstance(p, DTensor):
+                if not p._layout.mesh.is_dry:
+                    make_values_real(state)
+                for name, x in state.items():
+                    is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+                    if is_plain and x.ndim and x.shape == p.shape:
+                        state[name] = lay_out(x, p._layout)
+        for part in parts_of(optimizer):
+            if has_masters:
+                _keep_precision(part)
+            meet_others_states(part)
+            part.register_load_state_dict_post_hook(meet_others_states)
+            part.register_state_dict_post_hook(partial(_give, weakref.WeakMethod(whole_among)))
+    data.place(optimizer)
+
+
+def _give(
+    whole_among: weakref.WeakMethod[Callable[[], Mesh | None]],
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` gives: whole plain tensors, or this rank's parts."""
+    asked = whole_among()
+    mesh = None if asked is None or parts_are_asked_for() else asked()
+    if mesh is not None:
+        return whole_states(state_dict, mesh)
+    # what every rank has whole is plain: so it is read where there are no ranks
+    held = tree_map(
+        lambda x: x.to_local() if type(x) is DTensor and is_whole(x._layout) else x, state_dict["state"]
+    )
+    return {**state_dict, "state": held}
+
+
+@torch.no_grad()
+def whole_states(state: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+    """An optimizer's state dict with whole plain tensors (a collective).
+
+    Args:
+        mesh: of all ranks, whose stages have states of their own if it has an axis ``pipe``.
+    """
+    whole: dict[Any, Any] = {}
+    for key, states in _in_order(state["state"]):
+        held = dict(_in_order(states)) if isinstance(states, dict) else {"": states}
+        values = apart(tree_map(lambda x: x.full_tensor() if type(x) is DTensor else x, held))
+        whole[key] = values if isinstance(states, dict) else values[""]
+    if mesh is not None and "pipe" in mesh.names:
+        of_stages = gather_objects(whole, mesh["pipe"])
+        whole = dict(_in_order({key: x for states in reversed(of_stages) for key, x in states.items()}))
+    return {**state, "state": whole}
+
+
+def _in_order(of: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Ranks have filled them in their own order; some optimizers have names beside numbers."""
+    return sorted(of.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+
+
+def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have states looked at before the next update: some may lie as others left them.
+
+    Raises:
+        ValueError: all are of parameters in stages of other ranks.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
+    strange = elsewhere & set(optimizer.state)
+    if strange and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
+        raise ValueError(
+            "optimizer.load_state_dict: these states are of another rank's stages. Load what this rank "
+            "saved; or write engine.save(path) and engine.load(path), of all stages and for any plan."
+        )
+    for p in strange:
+        del optimizer.state[p]
+    optimizer._has_others_states = True  # type: ignore[attr-defined]
+
+
+def _keep_precision(optimizer: torch.optim.Optimizer) -> None:
+    """Have states stay in the dtypes in which they are loaded: torch gives them that of the parameter."""
+    under_way: list[dict[str, Any]] = []
+
+    def begin(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        under_way[:] = [state_dict]
+
+    def end(optimizer: torch.optim.Optimizer) -> None:
+        came = under_way.pop()
+        numbers = [number for group in came["param_groups"] for number in group["params"]]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, p in zip(numbers, held, strict=True):
+            state = optimizer.state.get(p, {})
+            for name, x in came["state"].get(number, {}).items():
+                if isinstance(x, torch.Tensor) and _is_wider(x.dtype, state[name].dtype):
+                    state[name] = x.to(state[name].device)
+
+    optimizer.register_load_state_dict_pre_hook(begin)
+    optimizer.register_load_state_dict_post_hook(end)
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype is not other and torch.promote_types(dtype, other) is dtype
+
+
+@torch.no_grad()
+def take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
+    """Bring states that others gave it to where those lie that an update makes.
+
+    Plain ones are whole, and the same on every rank: ``load_state_dict`` of what one process saved.
+    """
+    for p in parameters:
+        layout, state = p._layout.own, optimizer.state.get(p, {})
+        for name, x in state.items():
+            if not isinstance(x, torch.Tensor) or not x.ndim:
+                continue
+            if x.is_floating_point() and _is_wider(p.dtype, x.dtype):
+                x = state[name] = x.to(p.dtype)  # of a master, which torch takes for its parameter
+            if x.shape != layout.shape:
+                continue
+            if not isinstance(x, DTensor):
+                state[name] = lay_out(x, layout, source=None)
+            elif x._layout.own is not layout:
+                state[name] = redistribute(x, layout)
+
+
+def has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> bool:
+    """Whether the program has put a state in an optimizer's that lies otherwise than its parameter."""
+    states = optimizer.state
+    for p in parameters:
+        layout = p._layout.own
+        for x in states[p].values() if p in states else ():
+            if type(x) is DTensor:
+                if x._layout.own is not layout and x._layout.shape == layout.shape:
+                    return True
+            elif isinstance(x, torch.Tensor) and x.ndim and tuple(x.shape) == layout.shape:
+                return True
+    return False
+
+
+def like_parameter(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """How a state of that shape lies, of a parameter that lies so: alike, or, of another shape, whole."""
+    return layout if tuple(layout.shape) == shape else Layout.replicated(layout.mesh, shape)
+
+
+@torch.no_grad()
+def settle(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
+    """Bring states that a step has made of other shapes (Adafactor's rows) to where a load puts them.
+
+    So a run that goes on from a checkpoint sums in the order of one that was never broken off.
+    """
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        for name, x in state.items():
+            if type(x) is DTensor and x.ndim:
+                layout = like_parameter(p._layout.own, tuple(x.shape))
+                if x._layout.own != layout:
+                    state[name] = redistribute(x, layout)
+
+
+def apart(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors have memory of their own, and tied ones one memory.
+
+    A file of a part of a larger memory, such as a chunk, holds all of it, or is refused.
+    """
+    copies: dict[Any, torch.Tensor] = {}
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        if is_sparse(x):
+            return x.clone()
+        if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
+            return x
+        key = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        if key not in copies:
+            copies[key] = x.clone()
+        return copies[key]
+
+    return {name: own(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}

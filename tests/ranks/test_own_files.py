@@ -1,0 +1,194 @@
+"""What scripts save of models and optimizers is as on one process under every plan: whole, plain."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import espalier
+from espalier.compat.torch import fully_shard
+
+PLANS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"data": 2, "zero": 1},
+        {"data": 2, "zero": 2, "chunk_megabytes": 0.0001},
+        {"data": 2, "zero": 3, "offload": {"states": "host", "parameters": "host"}},
+        {"tensor": 2},
+        {"pipe": 2},
+    ],
+    4: [{"data": 2, "pipe": 2, "zero": 1}],
+}
+
+
+class Named(torch.optim.SGD):
+    """Has a state of no parameter, too."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state["all"]["rate"] = self.param_groups[0]["lr"]
+
+
+def made(kind: str = "AdamW") -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4)).double()
+    if kind == "Named":
+        return net, Named(net.parameters(), 0.1, momentum=0.9)
+    flat = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": flat, "weight_decay": 0.0}, {"params": [p for p in net.parameters() if p.ndim > 1]}]
+    return net, torch.optim.AdamW(groups, 0.01, amsgrad=True)
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 6, generator=draw, dtype=next(net.parameters()).dtype)
+        loss = F.cross_entropy(net(x), torch.randint(0, 4, (8,), generator=draw))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def load(held: Any, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net.load_state_dict(held["model"])
+    optimizer.load_state_dict(copy.deepcopy(held["optimizer"]))
+
+
+def same(found: Any, expected: Any, tolerance: float) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, torch.Tensor):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    elif isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key, x in found.items():
+            same(x, expected[key], tolerance)
+    elif isinstance(found, list):
+        for x, y in zip(found, expected, strict=True):
+            same(x, y, tolerance)
+    else:
+        assert found == expected
+
+
+def written(rank: int, world: int, folder: Path, kind: str) -> None:
+    net, optimizer = made(kind)
+    trained(net, optimizer, range(2))
+    expected = states_of(net, optimizer)
+    for number, plan in enumerate(PLANS[world]):
+        net, optimizer = espalier.prepare(*made(kind), plan=plan)
+        trained(net, optimizer, range(2))
+        states = states_of(net, optimizer)
+        same(dict(states["model"]), dict(expected["model"]), 1e-12)
+        same(states["optimizer"], expected["optimizer"], 1e-12)
+        if rank == 0:
+            torch.save(states, folder / f"{world}-{number}.pt")
+
+
+def read(rank: int, world: int, paths: list[Path], kind: str) -> None:
+    expected = trained(*made(kind), range(4))[2:]
+    for number, path in enumerate(paths):
+        plan = PLANS[world][number % len(PLANS[world])]
+        held = torch.load(path, weights_only=True)
+        plain = made(kind)
+        load(held, *plain)
+        net, optimizer = espalier.prepare(*made(kind), plan=plan)
+        load(held, net, optimizer)
+        for loaded in ((net, optimizer), espalier.prepare(*plain, plan=plan)):
+            assert trained(*loaded, range(2, 4)) == pytest.approx(expected, abs=1e-12), (path, plan)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Named"])
+def test_any_plan_and_one_process_go_on_with_what_any_other_wrote(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    for world in PLANS:
+        ranks(world, written, tmp_path, kind)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == sum(map(len, PLANS.values()))
+    expected = trained(*made(kind), range(4))[2:]
+    for path in paths:
+        net, optimizer = made(kind)
+        load(torch.load(path, weights_only=True), net, optimizer)
+        assert trained(net, optimizer, range(2, 4)) == pytest.approx(expected, abs=1e-12), path
+    ranks(2, read, paths[::-1], kind)
+    ranks(4, read, paths[:2], kind)
+
+
+def in_parts(rank: int, world: int) -> None:
+    """What torch's helpers and ``fully_shard`` have is in parts, and nothing is sent for it."""
+    net, optimizer = espalier.prepare(*made(), plan={"data": 2, "zero": 3})
+    trained(net, optimizer, range(2))
+    with espalier.ledger(net.engine.mesh) as book:
+        state = get_optimizer_state_dict(net.engine.module, optimizer)
+    assert not book.entries
+    kept = state["state"]["0.weight"]["exp_avg"]
+    assert isinstance(kept, espalier.DTensor) and kept.to_local().numel() * world == kept.numel()
+    again = espalier.prepare(*made(), plan={"data": 2, "zero": 3})
+    again[0].load_state_dict(net.state_dict())
+    set_optimizer_state_dict(again[0].engine.module, again[1], copy.deepcopy(state))
+    assert trained(*again, range(2, 4)) == trained(net, optimizer, range(2, 4))
+    net, optimizer = made()
+    fully_shard(net)
+    trained(net, optimizer, range(2))
+    for x in (net.state_dict()["0.weight"], optimizer.state_dict()["state"][3]["exp_avg"]):
+        assert isinstance(x, espalier.DTensor)
+
+
+@pytest.mark.filterwarnings("ignore:All ranks gave the model the very same rows")
+def test_helpers_for_state_dicts_have_parts(ranks: Any) -> None:
+    ranks(2, in_parts)
+
+
+def in_16_bits(rank: int, world: int, plan: dict[str, Any], kind: Any) -> None:
+    """States are loaded as they were, though parameters show less of themselves."""
+
+    def begun() -> Any:
+        net = made()[0].float()
+        return espalier.prepare(net, kind(net.parameters(), 0.01), plan={**plan, "precision": "bfloat16"})
+
+    net, optimizer = begun()
+    trained(net, optimizer, range(2))
+    held = states_of(net, optimizer)
+    dtypes = {x.dtype for own in held["optimizer"]["state"].values() for x in own.values()}
+    assert dtypes == {torch.float32}
+    others, other = begun()
+    load(held, others, other)
+    same(dict(others.state_dict()), dict(held["model"]), 0)
+    same(other.state_dict(), held["optimizer"], 0)
+    assert trained(others, other, range(2, 4)) == trained(net, optimizer, range(2, 4))
+    same(other.state_dict(), optimizer.state_dict(), 0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "plan", [{"data": 2, "zero": 1}, {"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}], ids=str
+)
+def test_states_in_float32_are_loaded_in_it(ranks: Any, plan: dict[str, Any], kind: Any) -> None:
+    ranks(2, in_16_bits, plan, kind)
+
+
+def of_data_parallelism(rank: int, world: int, path: Path) -> None:
+    """A parameter as it is, too: each rank has all of it."""
+    net, optimizer = espalier.prepare(*made(), plan={"data": world})
+    trained(net, optimizer, range(2))
+    states = {**states_of(net, optimizer), "p": next(net.parameters())}
+    if rank == 0:
+        torch.save(states, path)
+
+
+def test_whole_parameters_are_read_where_there_is_no_such_mesh(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, of_data_parallelism, tmp_path / "all.pt")
+    held = torch.load(tmp_path / "all.pt", weights_only=True)["p"]
+    assert type(held) is nn.Parameter and held.requires_grad
