@@ -25,6 +25,7 @@ from espalier.engine.accumulation import OfAll
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tree_map
 
@@ -43,10 +44,12 @@ class Source(Protocol):
 
     Attributes:
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
+        is_own: whether these are this rank's own rows.
         device: this rank's.
     """
 
     is_whole: bool
+    is_own: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -125,6 +128,8 @@ class Awaited:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _gradients(*args, **kwargs)
+        if func in COLLECTIVES:
+            return _across_ranks(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _QUESTIONS and args and isinstance(args[0], Awaited):
             kept = partial(_kept, func, args, kwargs)
@@ -461,6 +466,38 @@ def _done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """What a call gives for values."""
     values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
     return func(*values, **named)
+
+
+def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of torch.distributed is made at once, with values.
+
+    Raises:
+        TypeError: what it writes to has a gradient, or others were made of it.
+    """
+    given, target = bound(func, args, kwargs)
+    if any(not x._source.is_own for x in leaves([given], Awaited, _SOUGHT_AWAITED)):
+        warn(func.__name__, given)
+    values: dict[int, Any] = {}
+    for x in leaves([target], Awaited, _SOUGHT_AWAITED):
+        if x._wants_grad():
+            raise TypeError(
+                f"torch.distributed.{func.__name__} writes to what a pipeline has yet to compute, and a "
+                "gradient is to go back through it. Give it x.detach().clone()."
+            )
+        values[id(x)] = value = full_tensor(x.value()).clone()
+        x._write(_replaced, (value,), {})
+
+    def value_of(x: Any) -> Any:
+        return values[id(x)] if id(x) in values else _value_of(x)
+
+    work = func(**{name: tree_map(value_of, x, _SOUGHT_AWAITED) for name, x in given.items()})
+    if values and work is not None:
+        work.wait()
+    return work
+
+
+def _replaced(x: Any, value: Any) -> Any:
+    return value
 
 
 def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

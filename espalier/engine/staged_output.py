@@ -74,11 +74,11 @@ class ModelRun:
     """
 
     def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
-        self._passes, self._inputs, self._is_own = passes, inputs, rows == "own"
+        self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
         self._state = TorchState.now(passes.mesh.device_type)
-        self.is_whole = not self._is_own and passes.plan.accumulate == 1
+        self.is_whole = not self.is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
@@ -155,7 +155,7 @@ class ModelRun:
     def _form_key(self) -> tuple[Hashable, ...]:
         """What an output's kinds follow from."""
         others = [None if isinstance(x, torch.Tensor) else repr(x) for x in leaves(self._inputs)]
-        return tuple(others), self._is_own, self._passes.call.module.training
+        return tuple(others), self.is_own, self._passes.call.module.training
 
     def _computed(self) -> Any:
         passes = self._passes
@@ -184,7 +184,7 @@ class ModelRun:
             return _joined(outputs, own)
         with self._untouched(), self._as_called():  # a loss, say, is to be of all rows
             batches = passes.call.batches
-            whole = passes.output(batches.own(self._inputs)[0] if self._is_own else self._inputs)
+            whole = passes.output(batches.own(self._inputs)[0] if self.is_own else self._inputs)
         return _joined(outputs, own, leaves(whole, torch.Tensor))
 
     def _refuse_written(self) -> None:
@@ -230,7 +230,7 @@ class ModelRun:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
         batches = self._passes.call.batches
         parts = [batch] if whole else batches.cut(batch)
-        if not self._is_own:
+        if not self.is_own:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]
         return [part for part, _ in of_ranks], [own for _, own in of_ranks]
@@ -265,7 +265,7 @@ class ModelRun:
                 "parameters were updated since: call the model again, or make the step after all backward "
                 "passes."
             )
-        if self._is_own:
+        if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
         parts, self._own = self._parts((self._inputs, captured))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 import espalier
 from espalier import DTensor, Mesh, Partial, Placement, Replicate, Shard
@@ -101,3 +104,50 @@ def calls(rank: int, world: int) -> None:
 @pytest.mark.world(2)
 def test_whole_values_are_sent(ranks: Any) -> None:
     ranks(2, calls)
+
+
+def of_losses(rank: int, world: int, plan: dict[str, int], rows: str) -> None:
+    """What scripts print of a loss, before it goes back and behind: the mean of all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 2, (8,), generator=generator)
+    expected = F.cross_entropy(net(x), y).item()
+    net, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan, rows=rows)
+    if rows == "own":
+        n, reader = plan["data"], net.engine.mesh.coordinate[net.engine.mesh.axis("data")]
+        x, y = x.chunk(n)[reader], y.chunk(n)[reader]
+    for is_over in (False, True):
+        loss = F.cross_entropy(net(x), y)
+        if is_over:
+            loss.backward()
+        mean, others = loss.detach().clone(), [torch.zeros_like(loss) for _ in range(world)]
+        dist.all_gather(others, mean)
+        dist.all_reduce(mean)
+        work = dist.all_reduce(largest := mean.clone(), dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        work.wait()
+        for value in (mean / world, largest / world, sum(others) / world):
+            assert float(value) == pytest.approx(expected, abs=1e-12)
+        if not is_over:
+            loss.backward()
+    if plan.get("pipe", 1) > 1:
+        loss = F.cross_entropy(net(x), y)
+        with pytest.raises(TypeError, match=r"Give it x\.detach\(\)\.clone\(\)"):
+            dist.all_reduce(loss)
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.all_")
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        ({"data": 2}, "all"),
+        ({"pipe": 2}, "all"),
+        ({"data": 2, "pipe": 2}, "all"),
+        ({"data": 2, "pipe": 2}, "own"),
+        ({"data": 2}, "own"),
+    ],
+)
+def test_losses_that_scripts_reduce_by_hand(ranks: Any, plan: dict[str, int], rows: str) -> None:
+    ranks(math.prod(plan.values()), of_losses, plan, rows)

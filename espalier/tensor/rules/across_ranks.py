@@ -52,7 +52,10 @@ def _known() -> Iterator[Callable[..., Any]]:
             yield function
 
 
-@special(*_known())
+COLLECTIVES = frozenset(_known())
+
+
+@special(*COLLECTIVES)
 def of_whole_values(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -62,12 +65,10 @@ def of_whole_values(
         NotImplementedError: it would give each rank another value, or only two ranks make it.
     """
     name = func.__name__
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    target = given.get(_WRITTEN.get(name, _OTHERS.get(name, "")))
+    given, target = bound(func, args, kwargs)
     written = [x for x in tensors_in(target) if type(x) is DTensor]
     _refuse(name, given, written)
-    if dist.get_world_size(given.get("group")) > 1:
-        _warn(name, given.get("op", dist.ReduceOp.SUM))
+    warn(name, given)
     wholes: dict[int, torch.Tensor] = {}
 
     def whole(x: Any) -> Any:
@@ -94,6 +95,14 @@ def of_whole_values(
     return work
 
 
+def bound(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """The arguments of such a call by their names, and what of them it writes to."""
+    name, given = func.__name__, inspect.signature(func).bind(*args, **kwargs).arguments
+    return given, given.get(_WRITTEN.get(name, _OTHERS.get(name, "")))
+
+
 def _refuse(name: str, given: dict[str, Any], written: list[DTensor]) -> None:
     if written and name not in _WRITTEN:
         raise NotImplementedError(
@@ -114,8 +123,11 @@ def _refuse(name: str, given: dict[str, Any], written: list[DTensor]) -> None:
                 )
 
 
-def _warn(name: str, op: Any) -> None:
-    if "reduce" in name and op not in _ALIKE:
+def warn(name: str, given: dict[str, Any]) -> None:
+    """Tell that what such a call is given is one value of all ranks already."""
+    if dist.get_world_size(given.get("group")) == 1:
+        return
+    if "reduce" in name and given.get("op", dist.ReduceOp.SUM) not in _ALIKE:
         effect = "adds it up once for each rank"
     elif "gather" in name:
         effect = "gives it once for each rank"
