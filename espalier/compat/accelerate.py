@@ -12,6 +12,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +24,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from accelerate.utils import (
+    PROFILE_PATTERN_NAME,
     AutocastKwargs,
     DistributedDataParallelKwargs,
     DynamoBackend,
+    ProfileKwargs,
     convert_to_fp32,
     recursively_apply,
 )
@@ -142,10 +146,40 @@ class Accelerator(accelerate.Accelerator):
         self._mesh = mesh = Mesh.from_env(self.plan.axes, "cpu" if kwargs.get("cpu") else None)
         if mesh.device().type == "cpu":
             kwargs["cpu"] = True
+        self._readers = Readers(mesh, self.plan)
         super().__init__(**kwargs)
         if self.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
             refuse("Accelerator", [("distributed_type", self.distributed_type.value, _LAUNCHED)])
-        self._readers = Readers(mesh, self.plan)
+
+    # ---- by what programs multiply and divide, and which rows of gathered ones are theirs
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks read rows of their own: so many batches a step has, and parts a gathered tensor."""
+        return self._readers.size
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this is; ranks that share a batch have the same."""
+        return self._readers.place
+
+    @property
+    def is_last_process(self) -> bool:
+        """True for one rank of all."""
+        return bool(self.state.process_index == self.state.num_processes - 1)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """As ever; each rank writes a file of its own."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with super().profile(replace(handler, output_trace_dir=None)) as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            folder = Path(handler.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = PROFILE_PATTERN_NAME.format(suffix=self._mesh.rank)
+            profiler.export_chrome_trace(str(folder / name))
+            self.wait_for_everyone()
 
     # ---- what is prepared
 
@@ -329,7 +363,12 @@ class Accelerator(accelerate.Accelerator):
 
 def _whole(values: Any, call: str) -> Any:
     """Parameters, and what is made of them, as plain whole tensors: c10d would send this rank's pieces."""
-    return tree_map(lambda x: everywhere(call, x) if isinstance(x, DTensor) else x, values)
+
+    def plain(x: Any) -> Any:
+        x = x.value() if isinstance(x, Awaited) else x  # of a pipeline: what comes of all stages
+        return everywhere(call, x) if isinstance(x, DTensor) else x
+
+    return tree_map(plain, values)
 
 
 def autocast_of(mixed_precision: str) -> dict[str, Any] | None:

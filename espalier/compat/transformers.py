@@ -200,6 +200,16 @@ def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
 class _Accelerator(accelerate.Accelerator):
     """accelerate's, which knows an engine's model."""
 
+    @property
+    def process_index(self) -> int:
+        """The first of one: each rank has all rows, so all of a gathered tensor is its own part."""
+        return 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True for one rank of all."""
+        return bool(self.state.process_index == self.state.num_processes - 1)
+
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model."""
         if isinstance(model, EngineModule):

@@ -122,6 +122,7 @@ class Awaited:
         self._has_gone_back = self._is_retained = False
         self._shape: Any = None
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
+        self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +148,9 @@ class Awaited:
         if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not _UNKNOWN:
             return constant
         kept = partial(_kept, getattr, (self, name), {})
-        return self._asked(name, lambda x: getattr(x, name), kept) if name in _ATTRIBUTES else kept()
+        return (
+            self._asked(name, lambda x: getattr(x, name), kept) if name in _ATTRIBUTES else self._part(kept())
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kept = partial(_kept, _call, (self, *args), kwargs)
@@ -214,7 +217,26 @@ class Awaited:
             constant = _constant(operator.getitem, self._source.form(), key)
             if constant is not _UNKNOWN:
                 return constant
-        return _kept(operator.getitem, (self, key), {})
+        return self._part(_kept(operator.getitem, (self, key), {}))
+
+    def _part(self, part: Any) -> Any:
+        """A part of the output; one that went back as the loss before is that loss."""
+        gone = self._gone and isinstance(part, Awaited) and self._gone.get(part._place or "")
+        if gone:
+            part._known, part._is_retained = gone
+            part._has_gone_back = True
+        return part
+
+    @property
+    def _place(self) -> str | int | None:
+        """Which part of the output it is; None of all else. ``output[0]`` of one with names has its name."""
+        if self._step is None or self._step.func not in (getattr, operator.getitem):
+            return None
+        of, key = self._step.args
+        if not isinstance(of, Awaited) or of._step is not None or not isinstance(key, str | int):
+            return None
+        form = of._source.form() if isinstance(key, int) else None
+        return [*form][key] if isinstance(form, dict) and key < len(form) else key
 
     def by(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a function makes of it, and of other arguments: it sees values alone."""
@@ -281,6 +303,8 @@ class Awaited:
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
             inner._is_retained = whole._is_retained
             whole = inner
+        if (place := whole._place) is not None and whole._step is not None:
+            whole._step.args[0]._gone[place] = whole._known, whole._is_retained
 
     def _is_over(self) -> bool:
         """Whether it has gone back, and is not to do so again: what is made of it is made of its value."""

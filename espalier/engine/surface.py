@@ -112,7 +112,10 @@ class Surface(ABC):
             raise StateDictError(said)
         if not strict:
             held = self.full_state_dict() if missing else {}
-            state = {name: state[name] if name in state else held[name] for name in own}
+            given = {
+                id(own[name]): x for name, x in state.items() if name in own
+            }  # by any of a tensor's names
+            state = {name: state.get(name, given.get(id(x), held.get(name))) for name, x in own.items()}
         try:
             self.load_weights(state)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Before:
         self._entries = [(table, _Entries(table, whole)) for table in tables]
         inner = [x for table in attributes for name, x in table.items() if name not in _INTERNAL]
         self._inner = _put_back(inner)
+        self._hooks = [(hooks, frozenset(hooks)) for m in modules for hooks in forward_hooks(m)]
         self._generators: Generators | None = Generators()
         # a parameter off the device is gathered within the block; who writes to it has that kept by its owner
         tensors = {name: x for name, x in tensors.items() if not _is_elsewhere(x)}
@@ -91,10 +92,14 @@ class Before:
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
         values = _values(before)
+        hooks = [(table, dict(table)) for table, _ in self._hooks]
         self.put()
 
         def back() -> None:
             _put(before, values)
+            for table, later in hooks:
+                _take_new(table, later)
+                table.update({key: hook for key, hook in later.items() if key not in table})
             if drawn is not None:
                 drawn.restore()
             for _, put in inner:
@@ -113,9 +118,18 @@ class Before:
             then.put(table)
         for _, put in self._inner:
             put()
+        for hooks, known in self._hooks:  # what was put with a flag that says so goes with it
+            _take_new(hooks, known)
         if self._generators is not None:
             self._generators.restore()
         _put(self._held, self._values)
+
+
+def _take_new(hooks: dict[int, Any], known: Container[int]) -> None:
+    """Take away the hooks of a module that are new, but for this library's."""
+    if any(key not in known for key in hooks):
+        for key in [k for k, hook in hooks.items() if k not in known and not made_in(hook, "espalier")]:
+            del hooks[key]
 
 
 def _put_back(values: Iterable[Any]) -> list[tuple[Any, Callable[[], Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -244,8 +245,10 @@ def said(rank: int, world: int) -> None:
         model(torch.ones(2, 4))
         total = accelerator.reduce(model.weight.detach(), "mean")
         assert torch.equal(total, accelerator.get_state_dict(model)["weight"])
+        _asked_of_rows(accelerator, rank, 1)
     with afresh():
         accelerator = Accelerator(plan={"data": 2})
+        _asked_of_rows(accelerator, rank, 2)
         net = nn.Linear(4, 1, bias=False)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
         x = torch.full((2, 4), 1.0 + rank)
@@ -264,6 +267,38 @@ def said(rank: int, world: int) -> None:
             found = [accelerator.reduce(p.detach(), "mean") for p in model.parameters()]
         for x, (name, p) in zip(found, accelerator.get_state_dict(model).items(), strict=True):
             assert torch.allclose(x, p), name
+        loss = model(torch.ones(2, 4)).square().mean()  # of outputs that are yet to be computed
+        expected = [loss.item()] * 3
+        assert accelerator.gather_for_metrics(loss.repeat(3)).tolist() == pytest.approx(expected)
+        accelerator.backward(loss)
+        for found in (accelerator.reduce(loss), accelerator.gather(loss.detach())):
+            assert found.reshape(-1).tolist() == pytest.approx(expected[:1])
+
+
+def _asked_of_rows(accelerator: Any, rank: int, readers: int) -> None:
+    """By what a program multiplies, and which rows of gathered ones are its own."""
+    from accelerate.utils import ProfileKwargs
+
+    assert (accelerator.num_processes, accelerator.process_index) == (readers, rank % readers)
+    assert accelerator.is_main_process == (rank == 0) and accelerator.is_last_process == (rank == 1)
+    mine = torch.arange(3) + 3 * accelerator.process_index
+    everyone, n, i = accelerator.gather(mine), accelerator.num_processes, accelerator.process_index
+    assert torch.equal(everyone[i * 3 : (i + 1) * 3], mine) and len(everyone) == 3 * n
+    rates = []
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        written: list[str] = []
+        patch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: written.append(path))
+        with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):
+            pass
+        assert [Path(path).name for path in written] == [f"profile_{rank}.json"]
+    p = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([p], 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    schedule = accelerator.prepare(schedule)
+    for _ in range(3):  # as examples make schedules longer by num_processes
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    assert rates == [1 / (1 + n * step) for step in (1, 2, 3)]
 
 
 def alone(accelerator: Any, model: Any, optimizer: Any, x: torch.Tensor) -> None:

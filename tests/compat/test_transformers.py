@@ -384,6 +384,9 @@ def compiled(rank: int, world: int, folder: str) -> None:
         trainer = Trainer(Net(), arguments, train_dataset=Points())
         assert trainer.engine.plan.chunk_megabytes == 3 and told == ["eager"]
         assert trainer._train_batch_size == 8 * world and arguments.n_gpu <= 1
+        # programs take their part of what they gather: here each rank has all
+        own = trainer.accelerator
+        assert (own.num_processes, own.process_index, own.is_main_process) == (1, 0, rank == 0)
         again = Trainer(trainer.model, arguments, train_dataset=Points())
         assert again.engine is trainer.engine and again._train_batch_size == 8 * world
     other = Trainer(trainer.model, arguments, plan={"tensor": world})

@@ -29,6 +29,7 @@ from espalier.torch_private import (
     DispatchMode,
     FakeTensor,
     FakeTensorMode,
+    forward_hooks,
     memory_id,
     own_buffers,
     own_parameters,
@@ -749,6 +750,24 @@ def attributes_of(m: nn.Module) -> dict[str, Any]:
     """The attributes of a module that it or others may set."""
     attributes = {k: x for k, x in vars(m).items() if k not in (*TABLES, *HOOKS, *HOOK_OPTIONS)}
     return {k: copy.copy(x) if type(x) in (list, set, deque, *DICTS) else x for k, x in attributes.items()}
+
+
+def hooks_in(model: nn.Module) -> dict[str, list[int]]:
+    """By the names of modules, which hooks their forwards have."""
+    named = model.named_modules()
+    return {name: [key for hooks in forward_hooks(module) for key in hooks] for name, module in named}
+
+
+def is_flag_of_hooks(value: Any, name: str, hooked: Iterable[str]) -> bool:
+    """Whether an attribute that a forward has set says, as it seems, that it has put hooks.
+
+    They are those of each model and copy, so that the flag is told to no other, which has none.
+
+    Args:
+        name: the module's.
+        hooked: the modules that have got hooks.
+    """
+    return type(value) is bool and any(not name or f"{inner}.".startswith(f"{name}.") for inner in hooked)
 
 
 def equal(a: Any, b: Any) -> bool:

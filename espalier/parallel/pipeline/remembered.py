@@ -22,7 +22,7 @@ from torch import nn
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import DICTS, ModelStandIns
+from espalier.parallel.pipeline.record import DICTS, ModelStandIns, hooks_in, is_flag_of_hooks
 from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
@@ -67,17 +67,18 @@ class _Sent:
 class Snapshot(NamedTuple):
     """What modules remember as a pass begins: what their attributes and buffers are.
 
-    And marks of buffers, where one rank computes all and nobody knows to which it is to write.
+    Their hooks; and marks of buffers, where one rank computes all and nobody knows to which it is to write.
     """
 
     remembered: Mapping[str, Mapping[str, Any]]
+    hooks: Mapping[str, list[int]]
     marks: Mapping[str, Any] | None
 
 
 def snapshot(model: nn.Module, is_whole: bool) -> Snapshot:
     """What the modules of a model remember now; ``is_whole``: with marks."""
     marks = {name: written_mark(b) for name, b in model.named_buffers()} if is_whole else None
-    return Snapshot(ModelStandIns.snapshot(model), marks)
+    return Snapshot(ModelStandIns.snapshot(model), hooks_in(model), marks)
 
 
 class Memory:
@@ -264,11 +265,12 @@ class Memory:
 def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     """What the modules of this rank have set since, and may be told."""
     modules, found = dict(model.named_modules()), {}
+    hooked = [name for name, keys in hooks_in(model).items() if keys != before.hooks.get(name)]
     for name, keys in ModelStandIns.changes(model, before.remembered).items():
         module = modules[name]
         for key in () if is_of_torch(module) else keys:
             value = value_at(model, name, key)
-            if may_be_told(value):
+            if may_be_told(value) and not is_flag_of_hooks(value, name, hooked):
                 found[Place(name, key, key in own_buffers(module))] = value
     return found
 

@@ -7,10 +7,11 @@ knows them too, and each stage draws the random values that one process would dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from espalier.tensor.copies import Apart, on_meta
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
-from espalier.torch_private import HOOKS, own_buffers, raw
+from espalier.torch_private import HOOKS, TABLES, own_buffers, raw
 from espalier.trees import flatten, unflatten
 
 _MOST_KNOWN = 256
@@ -84,6 +85,7 @@ class ShapeInference:
     ) -> None:
         self._model, self._twin, self._mesh, self._here, self._alone = model, twin, mesh, here, alone
         self._known: dict[Any, InferredShapes] = {}
+        self._switches = _Switches(model)
 
     def __call__(
         self,
@@ -109,13 +111,15 @@ class ShapeInference:
         remembered = {place: value_at(self._model, *place) for place in sorted(split.sets)}
         if last is not None:
             remembered |= {place: x for place, x in last.after.items() if place in remembered}
-        forms = tuple(map(form_of, remembered.values()))  # another way may be gone by it
-        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None, forms)
+        # other ways may be gone by these
+        ways = tuple(map(form_of, remembered.values())), self._switches.now(split.sets)
+        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None, ways)
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
+                _set_alike(vars(theirs), vars(ours))
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
             held, of_twin = [*parameters_in(self._model)], [*parameters_in(self._twin)]
@@ -194,6 +198,51 @@ class ShapeInference:
         returns = graph.returns()
         tells = not graph.is_sure
         return InferredShapes(tuple(wires), returns, tells, tuple(rebuilds), tuple(draws), alone, after)
+
+
+_NAMES = (list, tuple, set, frozenset)
+_FUNCTIONS = (FunctionType, partial)
+
+
+def _is_switch(name: str, x: Any) -> bool:
+    """Whether an attribute of a module is one by which its forward may go another way: a flag, a name."""
+    if name in TABLES:
+        return False
+    if type(x) in _NAMES:
+        return all(type(y) is str for y in x)
+    return isinstance(x, str | bool | int | float | None)
+
+
+def _set_alike(theirs: dict[str, Any], ours: Mapping[str, Any]) -> None:
+    """Let a twin's module be switched as its original is now; a flag that came later may stand for hooks."""
+    known = theirs.keys()
+    theirs.update({name: x for name, x in ours.items() if name in known and _is_switch(name, x)})
+    theirs.update({n: x for n, x in ours.items() if n not in known and isinstance(x, _FUNCTIONS)})
+
+
+class _Switches:
+    """What programs set of a model's modules between calls, and their forwards go by.
+
+    Adapters that are switched off and on, say: modules that lie in one stage are called as they are, so that
+    no trace knows of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(name, vars(module)) for name, module in model.named_modules()]
+        self._looked: list[tuple[int, list[str]]] = [(-1, [])] * len(self._tables)
+
+    def now(self, sets: Collection[tuple[str, str]]) -> tuple[Any, ...]:
+        """What they are; not what forwards set by themselves."""
+        found: list[Any] = []
+        for i, (module, table) in enumerate(self._tables):
+            size, names = self._looked[i]
+            if size != len(table):
+                names = [k for k, x in table.items() if _is_switch(k, x) and (module, k) not in sets]
+                self._looked[i] = len(table), names
+            for name in names:
+                x = table.get(name)
+                found.append(tuple(x) if type(x) in _NAMES else bool(x) if type(x) in (int, float) else x)
+        return tuple(found)
 
 
 def _follow(buffers: dict[str, Any], name: str, b: torch.Tensor | None) -> None:

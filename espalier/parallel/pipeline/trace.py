@@ -39,6 +39,8 @@ from espalier.parallel.pipeline.record import (
     called,
     equal,
     heard,
+    hooks_in,
+    is_flag_of_hooks,
     leaves,
     mapped,
     name_of,
@@ -121,13 +123,18 @@ def _traced(
         for module in twin.module.modules():  # there is no graph here to hook into
             forget_backward_hooks(module)
         before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
+        hooks = hooks_in(twin.module)
         recorded = _recorded(twin, device, fake, whole, is_watched)
+        hooked = [name for name, held in hooks_in(twin.module).items() if held != hooks.get(name)]
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
         if changes or beside:
             modules = dict(twin.module.named_modules())
             recorded.sharing = stand_ins.sharing(twin.module, changes)
             places = [(name, key) for name, keys in changes.items() for key in keys]
             places = [(name, key) for name, key in places if not is_of_torch(modules[name])]
+            if hooked:
+                now = {place: value_at(twin.module, *place) for place in places}
+                places = [(n, k) for (n, k), value in now.items() if not is_flag_of_hooks(value, n, hooked)]
             recorded.remembers = bool(places)
             recorded.sets = {(name, key) for name, key in places if key not in own_buffers(modules[name])}
             recorded.tensors = {

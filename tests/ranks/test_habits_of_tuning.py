@@ -1,0 +1,222 @@
+"""What programs that fine-tune do, and models that are fine-tuned: under every plan as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+
+TOLERANCE = 1e-9
+Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
+WORDS, WIDE = 20, 8
+
+_collected: ContextVar[list[torch.Tensor] | None] = ContextVar("collected", default=None)
+
+
+def ids_of(step: int, long: int = 5) -> torch.Tensor:
+    return torch.randint(0, WORDS, (8, long), generator=torch.Generator().manual_seed(step))
+
+
+class Layer(nn.Module):
+    """A layer with an adapter, which can be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.adapter = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE, bias=False)
+        self.is_off, self.kind = False, "tanh"
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.own(x) if self.is_off else self.own(x) + self.adapter(x)
+        y = y if places is None else y + y @ places.mT @ places
+        return x + (y.tanh() if self.kind == "tanh" else F.gelu(y))
+
+
+class Words(nn.Module):
+    """A language model, whose head may be the embedding's, as of libraries of models: it gives a dict."""
+
+    def __init__(self, layers: int = 3, *, is_tied: bool = False, has_places: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDE)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.places = nn.Embedding(4, WIDE) if has_places else None
+        self.head = nn.Linear(WIDE, WORDS, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) if self.places is None else layer(x, self.places.weight)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), "logits": logits}
+
+
+class Collected(nn.Module):
+    """What layers give is collected by hooks, which the first forward puts and a flag stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Words()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "has_hooks", False):
+            self.has_hooks = True
+            for layer in self.body.layers:
+                layer.register_forward_hook(_collect)
+        found: list[torch.Tensor] = []
+        token = _collected.set(found)
+        try:
+            loss = self.body(ids)["loss"]
+        finally:
+            _collected.reset(token)
+        assert len(found) == len(self.body.layers)
+        return loss + sum(i * x.square().mean() for i, x in enumerate(found))
+
+
+def _collect(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    if (found := _collected.get()) is not None:
+        found.append(out)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """A step; the loss is asked of the output after it went back."""
+    output = model(ids_of(step))
+    output["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return output["loss"].item()
+
+
+@contextmanager
+def off(model: Any) -> Any:
+    for layer in model.layers:
+        layer.is_off = True
+        layer.adapter.requires_grad_(False)
+    yield
+    for layer in model.layers:
+        layer.is_off = False
+        layer.adapter.requires_grad_(True)
+
+
+def adapters_switched_off_and_on(lay: Lay) -> list[Any]:
+    """A reference is the model without its adapters; a layer computes in another way later."""
+    model = Words()
+    for name, p in model.named_parameters():
+        p.requires_grad_("adapter" in name)
+    model, optimizer = lay(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 0.1))
+    out: list[Any] = []
+    for step in range(4):
+        with torch.no_grad(), off(model):
+            out.append(model(ids_of(step))["logits"].sum().item())
+        if step == 2:
+            model.layers[0].kind = "gelu"
+        out.append(trained(model, optimizer, step))
+    return [*out, *model.state_dict().values()]
+
+
+def hooks_that_a_forward_puts(lay: Lay) -> list[Any]:
+    model = Collected()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    out: list[Any] = []
+    for step in range(3):
+        with torch.no_grad():
+            out.append(model(ids_of(step, 4 + step)).item())
+        loss = model(ids_of(step, 4 + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+    return [*out, *model.state_dict().values()]
+
+
+def weights_as_arguments(lay: Lay) -> list[Any]:
+    """Layers are given the weight of a module that nobody calls."""
+    model = Words(has_places=True)
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    return [*[trained(model, optimizer, step) for step in range(3)], *model.state_dict().values()]
+
+
+def parts_of_an_output(lay: Lay) -> list[Any]:
+    """The loss is asked for by its name once more, after it went back, divided or not."""
+    model = Words()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = []
+    for step in range(3):
+        for i in range(2):
+            output = model(ids_of(2 * step + i))
+            (output["loss"] / 2).backward()
+            out.append(output["loss"].item())
+            with pytest.raises(RuntimeError, match=r"second time|went back already"):
+                output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*out, *model.state_dict().values()]
+
+
+def files_without_ties(lay: Lay) -> list[Any]:
+    """A file has one name of a tied weight, and goes into the model with strict=False."""
+    model = Words(is_tied=True)
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = [trained(model, optimizer, 0)]
+    kept = {name: x.detach().clone() for name, x in copy.copy(model.state_dict()).items()}
+    out.append(trained(model, optimizer, 1))
+    del kept["head.weight"]
+    assert model.load_state_dict(kept, strict=False).missing_keys == ["head.weight"]
+    out.append(trained(model, optimizer, 1))
+    assert abs(out[-1] - out[-2]) < TOLERANCE
+    return [*out, *model.state_dict().values()]
+
+
+PROGRAMS = (
+    adapters_switched_off_and_on,
+    hooks_that_a_forward_puts,
+    weights_as_arguments,
+    parts_of_an_output,
+    files_without_ties,
+)
+PLANS: tuple[dict[str, Any], ...] = (
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"data": 2, "zero": 3, "recompute": "full"},
+    {"tensor": 2},
+    {"pipe": 2},
+    {"pipe": 2, "accumulate": 2},
+)
+
+
+def numbers(values: list[Any]) -> torch.Tensor:
+    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
+
+
+def compared(rank: int, world: int) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for program in PROGRAMS:
+            torch.manual_seed(0)
+            expected = numbers(program(lambda model, *more: (model, *more)))
+            for plan in PLANS:
+                if program is hooks_that_a_forward_puts and "accumulate" in plan:
+                    continue  # a sum of means over tokens and over features
+                torch.manual_seed(0)
+                lay = lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan)  # noqa: E731
+                given = numbers(program(lay))
+                apart = (given - expected).abs().max().item()
+                assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+def test_habits_of_tuning(ranks: Any) -> None:
+    ranks(2, compared)
