@@ -46,6 +46,7 @@ from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passe
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
+from espalier.engine.staged_output import cloned
 from espalier.engine.states import lay_out_states, sum_states
 from espalier.engine.surface import (
     AsModel,
@@ -228,6 +229,9 @@ class Engine(Surface):
         """Lay the parameters out; without a batch only if none is needed to know how."""
         if self._data is not None:
             return
+        if torch.is_inference_mode_enabled():  # parameters are to be trained
+            with torch.inference_mode(False), torch.no_grad():
+                return self.lay_out(cloned(batch))
         arrangement = self.passes.arrange(batch, **self._arranged)
         if arrangement is None:
             return

@@ -176,7 +176,17 @@ def files_without_ties(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+def first_calls_in_inference_mode(lay: Lay) -> list[Any]:
+    """By the first call a model is laid out, and is trained afterwards."""
+    model = Words()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    with torch.inference_mode():
+        out: list[Any] = [model(ids_of(9))["logits"].sum().item()]
+    return [*out, *[trained(model, optimizer, step) for step in range(2)], *model.state_dict().values()]
+
+
 PROGRAMS = (
+    first_calls_in_inference_mode,
     adapters_switched_off_and_on,
     hooks_that_a_forward_puts,
     weights_as_arguments,
