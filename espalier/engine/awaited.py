@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from espalier.comm import all_reduce
 from espalier.engine.accumulation import OfAll
+from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
@@ -37,66 +38,6 @@ _OF_ROWS = frozenset("shape size numel nelement".split())  # another in each mic
 _IN_PLACE = {
     f"__i{name}__": getattr(operator, name) for name in "add sub mul truediv floordiv mod pow".split()
 }
-
-
-class Source(Protocol):
-    """A call of the model.
-
-    Attributes:
-        is_whole: whether a loss is computed on all rows at once, as many as the program sees.
-        is_own: whether these are this rank's own rows.
-        device: this rank's.
-    """
-
-    is_whole: bool
-    is_own: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def shapes(self) -> Any:
-        """What the model gives, its tensors without data (on ``meta``)."""
-
-    def form(self) -> Any:
-        """The same of a batch of any shape."""
-
-    def rows(self) -> int:
-        """How many the inputs given have."""
-
-    def check_inputs(self) -> None:
-        """See that no input wants a gradient: there is none in a pipeline."""
-
-    def value(self) -> Any:
-        """What the model gives, without gradients."""
-
-    def train(self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any]) -> torch.Tensor:
-        """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured."""
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """The model's."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While open, gradients that there are do not count: they are as before after it."""
-
-
-class Hook:
-    """A hook of a gradient that is yet to come: what ``register_hook`` gives of it."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
-        self._hook: Callable[[torch.Tensor], Any] | None = hook
-
-    def remove(self) -> None:
-        """Call it no more."""
-        self._hook = None
-
-    def __call__(self, grad: torch.Tensor) -> Any:
-        return None if self._hook is None else self._hook(grad)
-
-
-def _hooked(x: torch.Tensor, hook: Hook) -> torch.Tensor:
-    if x.requires_grad:
-        x.register_hook(hook)
-    return x
 
 
 class _Step(NamedTuple):
@@ -179,7 +120,7 @@ class Awaited:
             )
         kept = Hook(hook)
         before = Awaited(self._source, self._step)
-        self._step = _kept(_hooked, (before, kept), {})._step
+        self._step = _kept(hooked, (before, kept), {})._step
         self._known = self._shape = None
         return kept
 
@@ -236,7 +177,7 @@ class Awaited:
         if not isinstance(of, Awaited) or of._step is not None or not isinstance(key, str | int):
             return None
         form = of._source.form() if isinstance(key, int) else None
-        return [*form][key] if isinstance(form, dict) and key < len(form) else key
+        return [*form][key] if isinstance(key, int) and isinstance(form, dict) and key < len(form) else key
 
     def by(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a function makes of it, and of other arguments: it sees values alone."""

@@ -112,10 +112,9 @@ class Surface(ABC):
             raise StateDictError(said)
         if not strict:
             held = self.full_state_dict() if missing else {}
-            given = {
-                id(own[name]): x for name, x in state.items() if name in own
-            }  # by any of a tensor's names
-            state = {name: state.get(name, given.get(id(x), held.get(name))) for name, x in own.items()}
+            # a file has one name of a tied weight, perhaps
+            by_tensor = {id(own[name]): x for name, x in state.items() if name in own}
+            state = {name: state.get(name, by_tensor.get(id(x), held.get(name))) for name, x in own.items()}
         try:
             self.load_weights(state)
         except ValueError as error:

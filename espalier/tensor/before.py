@@ -92,14 +92,14 @@ class Before:
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
         values = _values(before)
-        hooks = [(table, dict(table)) for table, _ in self._hooks]
+        hooks = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
         self.put()
 
         def back() -> None:
             _put(before, values)
-            for table, later in hooks:
-                _take_new(table, later)
-                table.update({key: hook for key, hook in later.items() if key not in table})
+            for held, later in hooks:
+                _take_new(held, later)
+                held.update({key: hook for key, hook in later.items() if key not in held})
             if drawn is not None:
                 drawn.restore()
             for _, put in inner:

@@ -23,7 +23,7 @@ from espalier.parallel.data.residency import MEMORIES, OffloadStore
 from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.loans import StandIn, is_handed_out, keep_apart, refresh, stamp_alias, written_mark
+from espalier.tensor.loans import StandIn, is_handed_out, keep_apart, stamp_alias, written_mark
 from espalier.torch_private import (
     base_of,
     current_graph_task_id,
@@ -783,16 +783,18 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
     if not inputs or not torch.is_grad_enabled():
         return None
     # a parameter that is cut shows its piece: who is given it as an argument is to have all of it
-    inputs = {
-        key: refresh(x) if isinstance(getattr(x, "_source", None), StandIn) else x
-        for key, x in inputs.items()
-    }
+    inputs = {key: _whole(x) for key, x in inputs.items()}
     with raw():
         outs = dict(zip(inputs, _mark(done, *inputs.values()), strict=True))
         for key, x in inputs.items():
             if type(x) is DTensor:
                 stamp_alias(outs[key], x)
     return tree_map(lambda x: outs.get(id(x), x), tree)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    source = getattr(x, "_source", None)
+    return source.stand_in(None) if isinstance(source, StandIn) else x
 
 
 def _before_backward(out: Any, need: Callable[..., None]) -> Any:

@@ -1,0 +1,70 @@
+"""What an output that is yet to be computed comes of: a call of the model, and hooks of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Source(Protocol):
+    """A call of the model.
+
+    Attributes:
+        is_whole: whether a loss is computed on all rows at once, as many as the program sees.
+        is_own: whether these are this rank's own rows.
+        device: this rank's.
+    """
+
+    is_whole: bool
+    is_own: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def shapes(self) -> Any:
+        """What the model gives, its tensors without data (on ``meta``)."""
+
+    def form(self) -> Any:
+        """The same of a batch of any shape."""
+
+    def rows(self) -> int:
+        """How many the inputs given have."""
+
+    def check_inputs(self) -> None:
+        """See that no input wants a gradient: there is none in a pipeline."""
+
+    def value(self) -> Any:
+        """What the model gives, without gradients."""
+
+    def train(self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any]) -> torch.Tensor:
+        """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The model's."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """While open, gradients that there are do not count: they are as before after it."""
+
+
+class Hook:
+    """A hook of a gradient that is yet to come: what ``register_hook`` gives of it."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook: Callable[[torch.Tensor], Any] | None = hook
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._hook = None
+
+    def __call__(self, grad: torch.Tensor) -> Any:
+        return None if self._hook is None else self._hook(grad)
+
+
+def hooked(x: torch.Tensor, hook: Hook) -> torch.Tensor:
+    """A tensor whose gradient a hook sees, if it has one."""
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x
