@@ -200,6 +200,15 @@ def memory_id(x: torch.Tensor | torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def swapped(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let two tensors change places, where torch lets them: not while its profiler has seen one."""
+    try:
+        swap_impls(x, other)
+    except RuntimeError:  # "Expected no weakrefs": torch looks before it does anything
+        return False
+    return True
+
+
 def version_of(x: torch.Tensor) -> int:
     """How often a tensor was written to; -1: it is an inference tensor, of which that is not known."""
     return -1 if x.is_inference() else x._version

@@ -118,6 +118,14 @@ class EngineModule(nn.Module):
         """
         return self.engine.passes.copied(memo)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``model.compile()``, as modules have it: this one runs as it is written, which is told."""
+        warnings.warn(
+            "model.compile(): torch's compiler does not follow DTensors, so the model runs as it is written. "
+            "initialize(..., compile=True), or engine.compile(), compiles its blocks, collectives included.",
+            stacklevel=user_frame()[0],
+        )
+
     def no_sync(self) -> Any:
         """See :meth:`espalier.Engine.no_sync`."""
         return self.engine.no_sync()

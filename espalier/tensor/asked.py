@@ -25,7 +25,7 @@ from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.loans import is_view, is_whole
-from espalier.tensor.meshes import as_all_find, found_by_all
+from espalier.tensor.meshes import as_all_find, found_by_all, into_plain
 from espalier.tensor.observers import (
     Go,
     Watcher,
@@ -173,7 +173,7 @@ class Asked(Watcher):
         """What a call gives, where all ranks find it."""
         self._depth += 1
         try:
-            found = as_all_find(func, args, kwargs)
+            found = into_plain(func, *as_all_find(func, args, kwargs))
             out = go() if found[0] is args else func(*found[0], **found[1])
             return found_by_all(out, func, args, kwargs)
         finally:

@@ -595,16 +595,29 @@ def set_by_program(x: torch.Tensor) -> dict[str, Any]:
 
 
 def become(x: torch.Tensor, other: torch.Tensor) -> None:
-    """Let a tensor be another; who holds it goes on holding it, with what a program has set on it."""
+    """Let a tensor be another; who holds it goes on holding it, with what a program has set on it.
+
+    Raises:
+        RuntimeError: it cannot be: torch itself knows it.
+    """
     own = set_by_program(x)
-    if swap_impls is not None and weakref.getweakrefs(x):  # who has these has x, which stays
-        kind, notes = type(other), dict(vars(other))
-        swap_impls(x, other)
-        set_class(x, kind)
-        vars(x).clear()
-        vars(x).update(notes)
-    else:
-        torch.utils.swap_tensors(x, other)
+    try:
+        if swap_impls is not None and weakref.getweakrefs(x):  # who has these has x, which stays
+            kind, notes = type(other), dict(vars(other))
+            swap_impls(x, other)
+            set_class(x, kind)
+            vars(x).clear()
+            vars(x).update(notes)
+        else:
+            torch.utils.swap_tensors(x, other)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        raise RuntimeError(
+            f"A tensor of shape {list(x.shape)} is to be laid out, and torch's profiler holds it: it has "
+            "recorded a call of it. Let it begin behind the first batch, with "
+            "torch.profiler.schedule(wait=1, warmup=1, active=3), say."
+        ) from error
     vars(x).update(own)
 
 

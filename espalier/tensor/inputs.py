@@ -14,7 +14,7 @@ from espalier.layout.layout import D, R
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.saved import Shard, hold
-from espalier.torch_private import getter, method, read_version, swap_impls
+from espalier.torch_private import getter, method, read_version, swap_impls, swapped
 from espalier.trees import tensors_in
 
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -85,7 +85,8 @@ def sum_in_place(x: torch.Tensor, m: Move, operands: Iterable[Any]) -> None:
         return
     plan = redistribute_plan(m.src, total)
     if sums_here(x, plan) and type(x.grad_fn).__name__ in _PRODUCTS:
-        swap_impls(x, redistribute_by(x, plan, alone=True))
+        # where they cannot, it has the sum's memory all the same, whose gradient is each addend's
+        swapped(x, redistribute_by(x, plan, alone=True))
         x.__dict__.pop("_moved", None)
         x._layout = total
 

@@ -197,6 +197,25 @@ def as_all_find(
     return tuple(map(beside, args)), {name: beside(x) for name, x in kwargs.items()}
 
 
+def into_plain(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call that writes to what each rank has for itself (a teacher, averages): the whole.
+
+    A collective, where they lie in a stage: all ranks make such calls.
+    """
+    written = tensors_in(args[0]) if args and writes(func) else []
+    if not written or any(type(x) is DTensor or x.is_meta for x in written):
+        return args, kwargs
+
+    def bring(x: Any) -> Any:
+        is_part = type(x) is DTensor and x._layout.mesh.outermost is not x._layout.mesh
+        return everywhere(func.__name__, x) if is_part else x
+
+    brought_here = tree_map(bring, (args[1:], kwargs))
+    return (args[0], *brought_here[0]), brought_here[1]
+
+
 def found_by_all(out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let what was made of one parameter lie in the place where all ranks find that; gives it."""
     if func is torch.autograd.grad:

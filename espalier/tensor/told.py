@@ -18,7 +18,7 @@ from espalier.comm.collectives import all_reduce_, sum_here
 from espalier.layout import Layout
 from espalier.layout.routes import SUMS
 from espalier.tensor.dtensor import DTensor, plain, stamp
-from espalier.torch_private import raw, swap_impls, version_of
+from espalier.torch_private import raw, swap_impls, swapped, version_of
 from espalier.trees import tensors_in
 
 _MOST = 32  # numbers of one message: a sum over steps has no end
@@ -127,9 +127,14 @@ class _Sum:
         for term, value in zip(self._terms, self._values.unbind(), strict=True):
             x = term.holder()
             if x is not None and _is_as_it_was(x, term):
+                share = share_of_addend(term.layout)
                 with raw(), torch.enable_grad():
-                    known = _Known.apply(plain(x), value, share_of_addend(term.layout))
-                swap_impls(x, known)
+                    known = _Known.apply(plain(x), value, share)
+                if not swapped(x, known):
+                    if share != 1.0:
+                        continue
+                    with raw():  # its gradient is that of the addend
+                        x.data = value.clone()
                 x.__dict__.pop("_moved", None)
                 x.__dict__.pop("_terms", None)
                 stamp(x, Layout.replicated(term.layout.mesh, ()))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import espalier
 from espalier import Mesh, Partial, Replicate, Shard
-from espalier.tensor import dispatch
+from espalier.tensor import inputs
 
 Program = Callable[..., torch.Tensor]
 
@@ -145,11 +145,11 @@ def same_values(rank: int, world: int) -> dict[str, tuple[int, float]]:
         sums: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
 
-            def noted(x: Any, y: Any, sums: list[str] = sums, swap: Any = dispatch.swap_impls) -> None:
+            def noted(x: Any, y: Any, sums: list[str] = sums, swap: Any = inputs.swapped) -> None:
                 sums.append(type(x.grad_fn).__name__)
                 swap(x, y)
 
-            patch.setattr(dispatch, "swap_impls", noted)
+            patch.setattr(inputs, "swapped", noted)
             leaves = [
                 espalier.distribute_tensor(x, mesh, at).requires_grad_()
                 for x, at in zip(alone, lies, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
@@ -275,3 +276,85 @@ def beside_outputs(rank: int, world: int) -> None:
 
 def test_batches_beside_outputs_of_stages(ranks: Any) -> None:
     ranks(2, beside_outputs)
+
+
+def profiled(rank: int, world: int) -> None:
+    """torch's profiler holds what it has recorded: rank 0 may ask alone for a loss all the same."""
+    losses = []
+    for plan in (None, {"data": world}, {"tensor": world}):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model: Any = net if plan is None else espalier.prepare(net, plan=plan)
+        losses.append([])
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
+        ):
+            for step in range(2):
+                draw = torch.Generator().manual_seed(step)
+                out = model(torch.randn(8, 6, generator=draw, dtype=F64))
+                cross, square = F.cross_entropy(out, torch.arange(8) % 3), out.square().sum()
+                loss = cross + square
+                loss.backward()
+                if rank == 0:
+                    losses[-1] += [loss.item(), cross.item(), square.item()]
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+                        p.grad = None
+    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+    assert losses[0] == pytest.approx(losses[2], abs=TOLERANCE)
+    staged = espalier.prepare(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), plan={"pipe": world})
+    record = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
+    )
+    with record, pytest.raises(RuntimeError, match=r"torch's profiler holds it(.|\n)*schedule"):
+        staged.get_parameter("0.weight").sum().item()
+        staged(torch.randn(8, 6))
+
+
+def test_profilers(ranks: Any) -> None:
+    ranks(2, profiled)
+
+
+def compiled(rank: int, world: int) -> None:
+    """``model.compile()`` of a prepared model is told to change nothing."""
+    losses = []
+    for plan in (None, {"data": world}, {"data": world, "zero": 3}):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        if plan is not None:
+            model = espalier.prepare(model, plan=plan)
+            with pytest.warns(UserWarning, match="runs as it is written"):
+                model.compile(backend="eager")
+        loss = model(torch.ones(8, 6, dtype=F64)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses == pytest.approx([losses[0]] * 3, abs=TOLERANCE)
+
+
+def test_compiled_in_place(ranks: Any) -> None:
+    ranks(2, compiled)
+
+
+def taught(rank: int, world: int) -> None:
+    """A teacher of each rank's own follows a student in stages: all ranks have its weights."""
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in "ab")
+    plain, beside = copy.deepcopy(student), copy.deepcopy(teacher)
+    x = torch.randn(8, 6, dtype=F64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what lies in other stages
+        for net, follower in ((plain, beside), (espalier.prepare(student, plan={"pipe": world}), teacher)):
+            (net(x) - follower(x).detach()).square().mean().backward()
+            with torch.no_grad():
+                for p, q in zip(net.parameters(), follower.parameters(), strict=True):
+                    p -= 0.1 * p.grad
+                    q.data.mul_(0.9).add_(0.1 * p.detach().data)
+            follower[0].weight.data.copy_(next(iter(net.parameters())).data)
+            assert all(type(q.data) is torch.Tensor for q in follower.parameters())
+    for p, q in zip(beside.parameters(), teacher.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=TOLERANCE)
+
+
+def test_teachers_of_their_own_beside_stages(ranks: Any) -> None:
+    ranks(2, taught)
