@@ -541,6 +541,11 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return DTensor._above.reduced(self)
 
+    def __copy__(self) -> torch.Tensor:
+        make, given = DTensor._above.reduced(self, is_kept=False)
+        copied: torch.Tensor = make(*given)
+        return copied
+
     # ---- for torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.loans import ViewSource, await_values, here, is_whole
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import dtensor_spec, raw, strided_shard, wrap_door
 
 
@@ -89,13 +91,23 @@ def _check_firm(x: DTensor, name: str) -> None:
         )
 
 
-def reduced(x: DTensor) -> tuple[Any, ...]:
-    """How a DTensor is made again, for ``pickle`` and ``copy``."""
+def reduced(x: DTensor, *, is_kept: bool = True) -> tuple[Any, ...]:
+    """How a DTensor is made again, for ``pickle`` and ``copy``; ``is_kept``: others may want to read it."""
     layout, local = here(x)
     is_parameter = bool(getattr(x, "_is_param", False))
     kind = layout.mesh.coordinate, x.requires_grad, is_parameter
-    if is_whole(layout) and not layout.mesh.is_dry:
-        (_, of_mesh), (_, (_, *of_layout)) = layout.mesh.__reduce__(), layout.__reduce__()
+    whole, mesh = is_whole(layout), layout.mesh
+    is_all = mesh.is_member and (whole or mesh.is_dry)  # or there is nothing yet
+    if is_kept and not is_all:
+        warnings.warn(
+            "A pickle of a tensor that is cut over ranks keeps this rank's part, which only this rank of "
+            "such a mesh can read. What espalier.prepare gave has all: call model.state_dict() and "
+            "optimizer.state_dict() on all ranks, and torch.save on one (model.module.state_dict() has "
+            "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor().",
+            stacklevel=user_frame()[0],
+        )
+    if whole and not mesh.is_dry:
+        (_, of_mesh), (_, (_, *of_layout)) = mesh.__reduce__(), layout.__reduce__()
         return rebuilt_whole, (local, of_mesh, tuple(of_layout), *kind)
     return rebuilt, (local, layout, *kind)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +194,28 @@ def test_whole_parameters_are_read_where_there_is_no_such_mesh(ranks: Any, tmp_p
     ranks(2, of_data_parallelism, tmp_path / "all.pt")
     held = torch.load(tmp_path / "all.pt", weights_only=True)["p"]
     assert type(held) is nn.Parameter and held.requires_grad
+
+
+def of_parts(rank: int, world: int) -> None:
+    """What would hold one rank's parts is told of; what holds all is not, nor are copies."""
+    for plan, is_cut in (
+        ({"data": 2}, False),
+        ({"data": 2, "zero": 3}, True),
+        ({"tensor": 2}, True),
+        ({"pipe": 2}, True),
+    ):
+        net, optimizer = espalier.prepare(*made(), plan=plan)
+        trained(net, optimizer, range(1))
+        pickle.dumps((net.state_dict(), optimizer.state_dict()))
+        held = net.module.state_dict()
+        assert {*map(type, map(copy.copy, held.values()))} == {espalier.DTensor}
+        with (
+            pytest.warns(UserWarning, match=r"keeps this rank's part(.|\n)*on all ranks")
+            if is_cut
+            else nullcontext()
+        ):
+            pickle.dumps(held)
+
+
+def test_files_of_parts_are_told_of(ranks: Any) -> None:
+    ranks(2, of_parts)

@@ -361,5 +361,6 @@ def test_plans_go_on_with_what_others_trained(ranks: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.world(4)
+@pytest.mark.filterwarnings("ignore:A pickle of a tensor that is cut")
 def test_pickles(ranks: Any, tmp_path: Path) -> None:
     ranks(4, pickled, str(tmp_path))
