@@ -19,7 +19,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
@@ -36,6 +36,7 @@ from torch import nn
 
 from espalier.comm.control import any_says, gather_objects
 from espalier.compat.common import NO_SCALER, Readers, plan_for_world, precision_of
+from espalier.compat.lengths import AlikeBatches
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
@@ -221,9 +222,12 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this rank's rows."""
-        if not self._readers.is_shared or getattr(data_loader, "_is_accelerate_prepared", False):
+        """A loader of this rank's rows, which are as long as those of the others."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if not self._readers.is_shared:
+            prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            return self._alike(prepared)
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -240,7 +244,18 @@ class Accelerator(accelerate.Accelerator):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         self._dataloaders.append(prepared)
-        return prepared
+        return self._alike(prepared)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that begins later."""
+        later = super().skip_first_batches(dataloader, num_batches)
+        return self._alike(later) if getattr(dataloader, "_is_accelerate_prepared", False) else later
+
+    def _alike(self, loader: Any) -> Any:
+        """A loader whose batches are as long on all ranks, where each collates its own."""
+        if self._readers.size > 1 and isinstance(loader, DataLoaderShard):
+            loader.base_dataloader = AlikeBatches(loader.base_dataloader, self._mesh, self._models)
+        return loader
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """A schedule that steps when the optimizer does."""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,81 @@ def with_two(rank: int, world: int) -> None:
     for found in results[1:]:
         for name, x in results[0].items():
             assert (found[name] - x).abs().max() < 1e-12, name
+
+
+class Tagger(nn.Module):
+    """A model of words, which a mask tells from padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> tuple[Any, Any]:
+        x, mask = self.embed(input_ids), attention_mask.unsqueeze(-1)
+        logits = self.out(x + (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class Collator:
+    """Pads to the longest row of those that it is given."""
+
+    def __init__(self, side: str) -> None:
+        self.tokenizer = SimpleNamespace(pad_token_id=8, padding_side=side)
+
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        most, side = max(map(len, rows)), self.tokenizer.padding_side
+
+        def padded(row: list[int], value: int) -> list[int]:
+            more = [value] * (most - len(row))
+            return more + row if side == "left" else row + more
+
+        columns = {
+            "input_ids": [padded(row, 8) for row in rows],
+            "attention_mask": [padded([1] * len(row), 0) for row in rows],
+            "labels": [padded([x % 3 for x in row], -100) for row in rows],
+        }
+        return {name: torch.tensor(column) for name, column in columns.items()}
+
+
+def lengths(rank: int, world: int) -> None:
+    """Each rank's collator pads to its own longest row: they are as if one had collated all."""
+    from espalier.compat.accelerate import Accelerator
+
+    rows = [[(i + j) % 8 for j in range(1 + 3 * i % 5)] for i in range(11)]
+    for side in ("right", "left"):
+        found = []
+        for plan in (None, {"data": 2}, {"data": 2, "zero": 3}):
+            with afresh():
+                net, collate, each = Tagger().double(), Collator(side), 4 if plan is None else 2
+                optimizer = torch.optim.Adam(net.parameters(), 0.1)
+                loader: Any = torch.utils.data.DataLoader(rows, each, collate_fn=collate, drop_last=True)
+                model, accelerator = net, None
+                if plan is not None:
+                    accelerator = Accelerator(plan=plan)
+                    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+                out: list[torch.Tensor] = []
+                for epoch in range(2):
+                    given = loader
+                    if epoch and accelerator is not None:
+                        given = accelerator.skip_first_batches(loader, 1)
+                    for i, batch in enumerate(given):
+                        if epoch and accelerator is None and not i:
+                            continue
+                        loss, logits = model(**batch)
+                        if accelerator is None:
+                            loss.backward()
+                        else:
+                            accelerator.backward(loss)
+                            batch, logits = accelerator.gather_for_metrics((batch, logits))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        out += [loss.detach(), logits.detach(), *(x.double() for x in batch.values())]
+                found.append(out)
+        for more in found[1:]:
+            assert len(more) == len(found[0]) == 5 * 3
+            for a, b in zip(found[0], more, strict=True):
+                assert a.shape == b.shape and (a - b).abs().max() < 1e-12
 
 
 def asked(rank: int, world: int) -> None:
@@ -325,6 +401,10 @@ def test_a_state_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
 
 def test_two_optimizers_of_one_model(ranks: Any) -> None:
     ranks(2, with_two)
+
+
+def test_rows_of_several_lengths(ranks: Any) -> None:
+    ranks(2, lengths)
 
 
 def test_what_is_asked_of_it(ranks: Any) -> None:
