@@ -461,7 +461,9 @@ def run(
             os.environ.update(hosts.environment)
             os.execv(sys.executable, [sys.executable, script, *context.args])
         try:
-            launch([script, *context.args], ranks, port=port, hosts=hosts, logs=logs)
+            # a script may catch Ctrl-C, and save before it ends
+            heard: dict[str, Any] = {"grace": 30, "signals": ("SIGTERM", "SIGINT")}
+            launch([script, *context.args], ranks, port=port, hosts=hosts, logs=logs, **heard)
         except LaunchError as error:
             code = error.exit_code
             if code is None or debug:

@@ -117,7 +117,7 @@ def launch(
         **_rendezvous(hosts, folder.name, port),
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        # SIGINT is left to Python: it stops the ranks with SIGTERM, which spares us their tracebacks.
+        # unless SIGINT is asked for it is left to Python: it stops the ranks with SIGTERM, without tracebacks
         signals_to_handle=",".join(filter(_is_heard, {*signals, "SIGHUP", "SIGQUIT"})),
         **_grace(LaunchConfig, grace),
     )
@@ -262,7 +262,7 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+    names = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGINT")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
     try:

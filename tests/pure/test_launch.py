@@ -246,6 +246,37 @@ def test_ranks_go_when_the_launcher_goes(tmp_path):
             launcher.wait()
 
 
+def test_scripts_may_catch_ctrl_c(tmp_path):
+    """And save, before the run ends as one that is interrupted."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        BARE + "try: time.sleep(200)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(0.5)\n"
+        "    (Path(__file__).parent / ('saved' + os.environ['RANK'])).touch()\n"
+    )
+    command = [sys.executable, "-m", "espalier", "run", "-n", "2", str(path)]
+    run = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("pid*"))) < 2:
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.2)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=20)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130 and b"interrupted" in err, err
+    assert {x.name for x in tmp_path.glob("saved*")} == {"saved0", "saved1"} and gone(tmp_path)
+
+
 def test_a_signal_that_is_ignored_stays_so(capfd, request):
     """As SIGHUP is under `nohup`: the run goes on when its terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
