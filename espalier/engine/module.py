@@ -20,7 +20,7 @@ from espalier.engine.batches import Orders
 from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
 from espalier.engine.start import initialize
-from espalier.engine.surface import bound
+from espalier.engine.surface import HandedOut, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders
 from espalier.tensor.observers import user_frame
@@ -77,6 +77,9 @@ class EngineModule(nn.Module):
             ValueError: in a transform of torch.func, before the model is laid out.
             NotImplementedError: in one, in a pipeline.
         """
+        handed_out: HandedOut | None = self.__dict__.pop("_handed_out", None)
+        if handed_out is not None:
+            handed_out.tell()
         if torch.is_grad_enabled() and self.engine.optimizer is None:
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
@@ -151,6 +154,7 @@ class EngineModule(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """See :meth:`espalier.Engine.state_dict`."""
         own = self.engine.state_dict()
+        self.__dict__["_handed_out"] = HandedOut(own, self.module)
         states = with_notes_of(own, {f"{prefix}{name}": x for name, x in own.items()}, prefix)
         if destination is None:
             return states
@@ -159,10 +163,11 @@ class EngineModule(nn.Module):
         return destination
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
     ) -> Any:
         """See :meth:`espalier.Engine.load_state_dict`; values are copied, also with ``assign``."""
-        return self.engine.load_state_dict(state_dict, strict)
+        self.__dict__.pop("_handed_out", None)
+        return self.engine.load_state_dict(state_dict, strict, **options)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """``to``, ``float``, ``half``, ...: the parameters are where the plan says, and as it says."""
@@ -293,12 +298,6 @@ class PreparedModule(EngineModule):
             "all ranks, torch.save(model.state_dict(), path) writes its whole tensors, engine.save(path) "
             "what a run goes on from."
         )
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
-    ) -> Any:
-        """The same, with what the model's own takes beside."""
-        return self.engine.load_state_dict(state_dict, strict, **options)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """The same, which tells of casts: the model computes in another dtype than the program expects."""

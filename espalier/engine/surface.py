@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,10 +12,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.checkpoint.sources import is_extra_state
 from espalier.engine.by_model import loads_by_itself, with_notes_of
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import Arguments, mapped
+from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import memory_id, raw, version_of
 
 
 class Keys(NamedTuple):
@@ -136,6 +141,33 @@ class Surface(ABC):
     @abstractmethod
     def load_weights(self, path: Any) -> None:
         """Take the model's weights."""
+
+
+class HandedOut:
+    """Sees whether a program writes to what a state dict gave it, where these are copies; it holds none."""
+
+    def __init__(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        self._marks: list[tuple[str, torch.Tensor, int]] = []
+        with raw(), torch.no_grad():
+            live = {memory_id(x) for x in (*parameters_in(model), *model.buffers()) if not is_sparse(x)}
+            for name, x in state.items():
+                if type(x) is not torch.Tensor or is_sparse(x) or x.is_inference() or memory_id(x) in live:
+                    continue
+                mark = x.detach()  # which counts what is written to x, and goes on without its memory
+                mark.data = x.new_empty(0)
+                self._marks.append((name, mark, version_of(mark)))
+
+    def tell(self) -> None:
+        """Warn of what was written to."""
+        written = [name for name, mark, version in self._marks if version_of(mark) != version]
+        if written:
+            names = ", ".join([*written[:3], *(["..."] if len(written) > 3 else [])])
+            warnings.warn(
+                f"What model.state_dict() gave was written to ({names}), and these are copies here: the "
+                "model's parameters are as they were. Give it back, on all ranks: "
+                "model.load_state_dict(state); or write to the parameters (with torch.no_grad(): p.copy_(x)).",
+                stacklevel=user_frame()[0],
+            )
 
 
 class AsModel:

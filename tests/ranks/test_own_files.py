@@ -219,3 +219,30 @@ def of_parts(rank: int, world: int) -> None:
 
 def test_files_of_parts_are_told_of(ranks: Any) -> None:
     ranks(2, of_parts)
+
+
+def written_to(rank: int, world: int) -> None:
+    """What is written to a state dict, which holds copies, is told of; not what is loaded then."""
+    told = pytest.warns(UserWarning, match=r"0\.weight, 0\.bias, 2\.weight, \.\.\.\), and these are copies")
+    for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
+        net, optimizer = espalier.prepare(*made(), plan=plan)
+        trained(net, optimizer, range(1))
+        for x in net.state_dict().values():
+            x.view(-1).mul_(2)
+        with told:
+            trained(net, optimizer, range(1, 2))
+        states = net.state_dict()
+        for x in states.values():
+            x.fill_(0.5)
+        net.load_state_dict(states)
+        trained(net, optimizer, range(2, 3))
+        held = net.state_dict()
+        assert all((x - 0.5).abs().max() < 0.02 for x in held.values())
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(2)
+        trained(net, optimizer, range(3, 4))
+
+
+def test_what_is_written_to_state_dicts_is_told_of(ranks: Any) -> None:
+    ranks(2, written_to)
