@@ -254,11 +254,11 @@ class LateModule(EngineModule):
         return self.module.state_dict(destination=destination, prefix=prefix)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
     ) -> Any:
         """Of whole tensors, the same on all ranks."""
         if self._made is not None:
-            return super().load_state_dict(state_dict, strict)
+            return super().load_state_dict(state_dict, strict, **options)
         return self.module.load_state_dict(state_dict, strict)
 
 

@@ -164,8 +164,8 @@ class HandedOut:
             names = ", ".join([*written[:3], *(["..."] if len(written) > 3 else [])])
             warnings.warn(
                 f"What model.state_dict() gave was written to ({names}), and these are copies here: the "
-                "model's parameters are as they were. Give it back, on all ranks: "
-                "model.load_state_dict(state); or write to the parameters (with torch.no_grad(): p.copy_(x)).",
+                "model's parameters are as they were. Give it back, on all ranks: model.load_state_dict("
+                "state); or write to the parameters (with torch.no_grad(): p.copy_(x)).",
                 stacklevel=user_frame()[0],
             )
 

@@ -40,11 +40,11 @@ class _Prefixed(LateModule):
         return super().state_dict(destination=destination, prefix=f"{prefix}module.")
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
     ) -> Any:
         """Of whole tensors, the same on all ranks, each ``module.NAME``."""
         own = {name.removeprefix("module."): x for name, x in state_dict.items()}
-        return super().load_state_dict(own, strict)
+        return super().load_state_dict(own, strict, **options)
 
 
 class DataParallel(_Prefixed):
