@@ -11,8 +11,11 @@ import copy
 import inspect
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,7 +24,9 @@ import accelerate
 import torch
 import transformers
 from accelerate.state import PartialState
+from accelerate.utils import find_batch_size
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 from transformers.trainer import OPTIMIZER_NAME
@@ -50,6 +55,10 @@ _OF_ONE = MappingProxyType(
         "`espalier plan` tells what fits",
         "enable_jit_checkpoint": "ranks hear of SIGTERM between different steps: say save_steps=",
     }
+)
+_OPTIONS = (  # of a DataLoader, beside which rows its batches have
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
+    "prefetch_factor persistent_workers".split()
 )
 _FULL = MappingProxyType({"bf16_full_eval": "bfloat16", "fp16_full_eval": "float16"})
 
@@ -198,7 +207,22 @@ def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
 
 
 class _Accelerator(accelerate.Accelerator):
-    """accelerate's, which knows an engine's model."""
+    """accelerate's, which knows an engine's model.
+
+    Attributes:
+        together: so many batches of a loader that is prepared are one: those of ranks that share it.
+    """
+
+    together = 1
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """As ever; of a loader of each rank's rows the batches are those of all ranks."""
+        if self.together > 1:
+            data_loader = _joined(data_loader, self.together)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if isinstance(data_loader.dataset, IterableDataset):
+            prepared.base_dataloader = _Told(prepared)
+        return prepared
 
     @property
     def process_index(self) -> int:
@@ -221,6 +245,62 @@ class _Accelerator(accelerate.Accelerator):
         if isinstance(model, EngineModule) and model.engine.plan.zero < 2:
             return model.no_sync()
         return nullcontext()
+
+
+class _Told:
+    """A loader of unknown length, which tells how many rows its last batch has: by them means weigh it."""
+
+    def __init__(self, prepared: Any) -> None:
+        self._prepared, self._loader = weakref.ref(prepared), prepared.base_dataloader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            prepared = self._prepared()
+            if prepared is not None and (rows := find_batch_size(batch)) is not None:
+                prepared.remainder = rows
+            yield batch
+
+
+class _Batches(BatchSampler):
+    """Several batches of a sampler as one."""
+
+    def __init__(self, batches: Any, together: int) -> None:
+        self.batches, self.together = batches, together
+        self.sampler = getattr(batches, "sampler", batches)
+        self.batch_size = getattr(batches, "batch_size", 1) * together
+        self.drop_last = getattr(batches, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.batches)
+        while several := [*islice(batches, self.together)]:
+            yield [row for batch in several for row in batch]
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batches) / self.together)
+
+
+def _joined(loader: DataLoader[Any], together: int) -> DataLoader[Any]:
+    """A loader that gives so many of a loader's batches as one."""
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return loader  # its dataset gives batches
+    options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
+    if isinstance(loader.dataset, IterableDataset):
+        assert loader.batch_size is not None
+        rows = loader.batch_size * together
+        return DataLoader(loader.dataset, rows, drop_last=loader.drop_last, **options)
+    if type(loader.batch_sampler) is BatchSampler:
+        assert loader.batch_size is not None
+        options |= {"sampler": loader.sampler, "drop_last": loader.drop_last}
+        return DataLoader(loader.dataset, loader.batch_size * together, **options)
+    return DataLoader(loader.dataset, batch_sampler=_Batches(loader.batch_sampler, together), **options)
 
 
 class _Module(PreparedModel):
@@ -303,7 +383,24 @@ class Trainer(transformers.Trainer):
             self.compute_loss_func = _late(self.compute_loss_func)
             self.__dict__["label_smoother"] = _late(self.label_smoother)
         sharing = [self._mesh.shape[self._mesh.axis(name)] for name in self.plan.batch_axes]
-        self._train_batch_size *= self._mesh.size() if is_auto else math.prod(sharing)
+        together = self._mesh.size() if is_auto else math.prod(sharing)
+        self._train_batch_size *= together
+        if together > 1 and type(self).get_train_dataloader is not transformers.Trainer.get_train_dataloader:
+            self.__dict__["get_train_dataloader"] = self._of_program(self.get_train_dataloader, together)
+
+    def _of_program(self, make: Callable[..., Any], together: int) -> Callable[..., Any]:
+        """``get_train_dataloader`` of a program: it makes a loader of each rank's rows, as ever."""
+
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            whole, self._train_batch_size = self._train_batch_size, self._train_batch_size // together
+            self.accelerator.together = together
+            try:
+                return make(*args, **kwargs)
+            finally:
+                self.accelerator.together, self._train_batch_size = 1, whole
+
+        return made
 
     @property
     def engine(self) -> Engine:
@@ -346,12 +443,16 @@ class Trainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        state = PartialState()
+        state, own = PartialState(), self.accelerator
         here, state.process_index = state.process_index, 0  # all ranks read alike: seeds of workers, too
+        each, (together, own.together) = self._train_batch_size, (own.together, 1)
+        self._train_batch_size *= together
+        if kwargs.get("is_training") and "batch_size" in kwargs:
+            kwargs["batch_size"] *= together
         try:
             return super()._get_dataloader(*args, **kwargs)
         finally:
-            state.process_index = here
+            state.process_index, own.together, self._train_batch_size = here, together, each
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         each = self.args.per_device_train_batch_size

@@ -283,6 +283,31 @@ def onward(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[f
     return trainer, [*losses, *seen.losses]
 
 
+def loaded(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
+    """A program's loaders, of each rank's rows as ever; a stream whose last batch has fewer rows."""
+    trainer, losses = None, []
+
+    def of(which: int, trainer: Any) -> Any:
+        rows, options = trainer.args.train_batch_size, {"collate_fn": together}
+        if which == 0:
+            return torch.utils.data.DataLoader(Stream(), rows, **options)
+        cut = [list(range(i, min(i + rows, 18))) for i in range(0, 18, rows)]
+        return torch.utils.data.DataLoader(Points(), batch_sampler=cut, **options)
+
+    for which in range(2):
+
+        class Own(kind):  # type: ignore[misc, valid-type]
+            which_loader = which
+
+            def get_train_dataloader(self) -> Any:
+                return self.accelerator.prepare(of(self.which_loader, self))
+
+        trainer, found = fitted(Own, f"{folder}/{which}", batch, {"per_device_eval_batch_size": 8}, **plan)
+        torch.manual_seed(0)
+        losses += [*found, trainer.evaluate(Stream())["eval_loss"]]
+    return trainer, losses
+
+
 # what went wrong without a word, or in words that told nothing, under which plans
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, int]]]] = [
     ({"train_sampling_strategy": "batch_rebalance"}, {}, [{"data": 2}]),
@@ -329,6 +354,9 @@ def settings(rank: int, world: int, folder: str) -> None:
         expected = by_itself(answered, transformers.Seq2SeqTrainer, f"{folder}/words-0", 4)
         _, found = answered(Seq2SeqTrainer, f"{folder}/words", 2, plan={"data": 2, "zero": 3})
         close(expected, found, "Seq2SeqTrainer")
+        expected = by_itself(loaded, transformers.Trainer, f"{folder}/loaded-0", 4)
+        _, found = loaded(Trainer, f"{folder}/loaded", 2, plan={"data": 2})
+        close(expected, found, "loaders of the program")
         expected = by_itself(onward, transformers.Trainer, f"{folder}/on-0", 4)
         for plan in ({"data": 2, "zero": 3}, {"pipe": 2}):
             _, found = onward(Trainer, f"{folder}/on", 4 // plan.get("data", 1), plan=plan)
