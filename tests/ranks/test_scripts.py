@@ -358,3 +358,38 @@ def taught(rank: int, world: int) -> None:
 
 def test_teachers_of_their_own_beside_stages(ranks: Any) -> None:
     ranks(2, taught)
+
+
+def equations(rank: int, world: int) -> None:
+    """A residual of second derivatives, and values at the border: two calls of the model in one loss."""
+    losses, weights = [], []
+    for plan in (None, {"data": world, "zero": 3}, {"data": world, "zero": 3, "recompute": "full"}):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        model: Any = net
+        if plan is not None:
+            model, optimizer = espalier.prepare(net, optimizer, plan=plan)
+        losses.append([])
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            x, border = (torch.randn(8, 2, generator=draw, dtype=F64) for _ in "ab")
+            x.requires_grad_()
+            u = model(x)
+            (first,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+            (second,) = torch.autograd.grad(first, x, torch.ones_like(first), create_graph=True)
+            loss = (first[:, :1] - second[:, 1:]).square().mean() + (model(border) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+            u = model(x)  # a graph that nobody goes back through
+            torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+        weights.append(torch.cat([espalier.full_tensor(p).detach().reshape(-1) for p in model.parameters()]))
+    for found, held in zip(losses[1:], weights[1:], strict=True):
+        assert found == pytest.approx(losses[0], abs=TOLERANCE)
+        assert torch.allclose(held, weights[0], rtol=0, atol=1e-10)
+
+
+def test_second_derivatives_beside_another_call(ranks: Any) -> None:
+    ranks(2, equations)

@@ -66,6 +66,7 @@ class Unsharded:
         users: modules that are running and use it.
         marks: uses in a forward pass whose backward is to come, and will tell when it is done.
         open: calls whose backward has begun, and is not known to be done.
+        is_recorded: whether a backward of such a call has a graph, whose own backward, to come, needs them.
         rows, pending: what is on its way to it; ``rows``, too, have memory only then.
         bring: has it filled, with what comes next.
     """
@@ -113,6 +114,7 @@ class Unsharded:
         self._hidden: Appearance | None = None  # what the parameters show in place of their pieces
         self.users = self.marks = 0
         self.open: set[_Call] = set()
+        self.is_recorded = False
         self.pending: Work[Any] | None = None
         self._brought: torch.Event | None = None
         # of the whole parameters, on the rank that has most of them
@@ -230,7 +232,7 @@ class Unsharded:
 
     def unused(self) -> None:
         """Let the parameters be pieces again, if no module computes with them, or will in a backward pass."""
-        if self.is_whole and not self.users and not self.marks:
+        if self.is_whole and not self.users and not self.marks and not self.is_recorded:
             self.open.clear()
             self.release()
 
@@ -307,8 +309,15 @@ class Unsharded:
             show_pieces(self.chunk, self.chunk.home)
             self._hidden = None
 
-    def drop(self, *, reveals: bool) -> None:
-        """Let go of what was gathered for nothing, and of parameters that no module is using."""
+    def drop(self, *, reveals: bool, is_over: bool = True) -> None:
+        """Let go of what was gathered for nothing, and of parameters that no module is using.
+
+        Args:
+            is_over: a backward pass has been, whatever is recorded.
+        """
+        self.is_recorded = self.is_recorded and not is_over
+        if self.is_recorded:
+            return
         self.marks = 0
         self.open.clear()
         if self.pending is not None:
@@ -556,7 +565,7 @@ class Prefetcher:
                 out = _before_backward(out, call.needed)
             if not _in_backward():  # else its backward follows
                 for g in used:
-                    if not g.users:
+                    if not g.users and not g.is_recorded:
                         if self._is_kept(g):
                             g.rest()
                         else:
@@ -591,7 +600,7 @@ class Prefetcher:
     def sent(self, chunk: Chunk) -> None:
         """The gradients of a chunk have been taken: backward is done with it, if nothing else will say so."""
         g = self._of[id(chunk)]
-        if not g.users and not g.marks and not torch.is_grad_enabled():
+        if not g.users and not g.marks and not g.is_recorded and not torch.is_grad_enabled():
             g.open.clear()
             g.release()
 
@@ -607,16 +616,16 @@ class Prefetcher:
         self._seen = []
         for g in self.held:
             g.users = 0
-        self.end(reveals=reveals)
+        self.end(reveals=reveals, is_over=reveals)
         for g in self.held:
             g.adopt()
             if g.float8 is not None:
                 g.float8.scale_by(None)  # weights may have changed
 
-    def end(self, *, reveals: bool = True) -> None:
+    def end(self, *, reveals: bool = True, is_over: bool = True) -> None:
         """A backward pass is over: release all, drop what was gathered for nothing."""
         for g in self.held:
-            g.drop(reveals=reveals)
+            g.drop(reveals=reveals, is_over=is_over)
         self.forget()
 
     def forget(self) -> None:
@@ -753,7 +762,8 @@ class _Call:
             g.open.discard(self)
             g.marks = max(g.marks - 1, 0)
             # with gradients backward is recorded: to be gone through too
-            if not g.users and not g.open and not g.chunk.stays and not torch.is_grad_enabled():
+            g.is_recorded = g.is_recorded or torch.is_grad_enabled()
+            if not (g.users or g.open or g.chunk.stays or g.is_recorded):
                 g.release()
 
 
