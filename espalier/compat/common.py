@@ -259,7 +259,7 @@ class LateModule(EngineModule):
         """Of whole tensors, the same on all ranks."""
         if self._made is not None:
             return super().load_state_dict(state_dict, strict, **options)
-        return self.module.load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(state_dict, strict, assign, **options)
 
 
 # ---- optimizers of other systems that torch lacks: operation by operation, exact on whatever layout

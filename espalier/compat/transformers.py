@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, cast
 
 import accelerate
 import torch
@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
-from transformers.trainer import OPTIMIZER_NAME
 from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
@@ -44,7 +43,6 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
 from espalier.tensor import DTensor
-from espalier.tensor.stored import in_parts
 from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -495,12 +493,13 @@ class Trainer(transformers.Trainer):
         self._wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with in_parts():  # of one rank alone
-            super()._save_optimizer_and_scheduler(output_dir)
         assert self.optimizer is not None
-        state = whole_states(self.optimizer.state_dict(), self._mesh)
-        if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+        own, states = self.optimizer, whole_states(self.optimizer.state_dict(), self._mesh)
+        self.optimizer = cast(Any, SimpleNamespace(state_dict=lambda: states))  # one rank alone asks for it
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = own
         self._wait()
 
     def _save_rng_state(self, output_dir: str) -> None:
