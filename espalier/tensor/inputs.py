@@ -12,9 +12,9 @@ from espalier.comm.redistribute import redistribute_by, redistribute_plan, sums_
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.layout.transitions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from espalier.tensor.dtensor import DTensor
+from espalier.tensor.dtensor import DTensor, stamp
 from espalier.tensor.saved import Shard, hold
-from espalier.torch_private import getter, method, read_version, swap_impls, swapped
+from espalier.torch_private import getter, method, raw, read_version, swap_impls, swapped
 from espalier.trees import tensors_in
 
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -70,6 +70,15 @@ def moved_by(x: torch.Tensor, m: Move) -> torch.Tensor:
     moved = redistribute_by(x, m.plan)
     x._moved = (tag, moved, read_version(moved))  # type: ignore[attr-defined]
     return moved
+
+
+def moved_before(x: DTensor) -> DTensor | None:
+    """How a call of all ranks has had a tensor in another layout, if it is as it was."""
+    tag, moved, version = x.__dict__.get("_moved", (None, None, None))
+    if moved is None or tag[1] != read_version(x) or read_version(moved) != version:
+        return None
+    with raw():
+        return stamp(moved.detach(), tag[0])
 
 
 def sum_in_place(x: torch.Tensor, m: Move, operands: Iterable[Any]) -> None:

@@ -26,6 +26,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
+from espalier.tensor.inputs import moved_before
 from espalier.tensor.loans import ViewSource, await_values, here, is_whole
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import dtensor_spec, raw, strided_shard, wrap_door
@@ -92,9 +93,14 @@ def _check_firm(x: DTensor, name: str) -> None:
 
 
 def reduced(x: DTensor, *, is_kept: bool = True) -> tuple[Any, ...]:
-    """How a DTensor is made again, for ``pickle`` and ``copy``; ``is_kept``: others may want to read it."""
-    layout, local = here(x)
+    """How a DTensor is made again, for ``pickle`` and ``copy``; ``is_kept``: others may want to read it.
+
+    A metric that is still to be summed, and that the program has compared ("the best"), is kept as its sum.
+    """
     is_parameter = bool(getattr(x, "_is_param", False))
+    if not x._layout.shape and (known := moved_before(x)) is not None and is_whole(known._layout):
+        x = known
+    layout, local = here(x)
     kind = layout.mesh.coordinate, x.requires_grad, is_parameter
     whole, mesh = is_whole(layout), layout.mesh
     is_all = mesh.is_member and (whole or mesh.is_dry)  # or there is nothing yet

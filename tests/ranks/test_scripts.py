@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import espalier
+from espalier.comm.control import gather_objects
 
 F64 = torch.float64
 TOLERANCE = 1e-12
@@ -393,3 +395,24 @@ def equations(rank: int, world: int) -> None:
 
 def test_second_derivatives_beside_another_call(ranks: Any) -> None:
     ranks(2, equations)
+
+
+def best(rank: int, world: int, folder: str) -> None:
+    """The best accuracy is a tensor that ranks have parts of; rank 0 writes it down, and all read it."""
+    model = espalier.prepare(nn.Linear(6, 3).double(), plan={"data": world})
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        right = model(torch.randn(8, 6, generator=draw, dtype=F64)).argmax(1) == torch.arange(8) % 3
+    sums = right.reshape(-1).float().sum(0, keepdim=True).mul_(100 / 8)
+    best_so_far: Any = max(sums[0] * 1.0, 0)
+    assert best_so_far > 0
+    if rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.save({"best": best_so_far}, f"{folder}/best.pt")
+    gather_objects(None, model.engine.mesh)
+    assert torch.load(f"{folder}/best.pt")["best"].item() == best_so_far.item() > 0
+
+
+def test_metrics_in_files(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, best, str(tmp_path))
