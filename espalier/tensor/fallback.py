@@ -562,7 +562,7 @@ def _whole(x: Any, stands_for: StandsFor | None = None) -> Any:
 
 def _note(stands_for: StandsFor, value: torch.Tensor, x: DTensor) -> None:
     """Note for what a whole value stands; of a stand-in that is what it stands in for."""
-    if value.requires_grad:
+    if value.requires_grad and torch.is_grad_enabled():
         stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
 
 

@@ -96,6 +96,45 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> fl
     return output["loss"].item()
 
 
+class Product(torch.autograd.Function):
+    """A function that is in no table: a weight made of two."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return grad @ b.mT, a.mT @ grad
+
+
+class Factored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(WIDE, 2)), nn.Parameter(torch.randn(2, WIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ Product.apply(self.a, self.b)).tanh()
+
+
+def weights_made_of_factors(lay: Lay) -> list[Any]:
+    """It is asked for its output first, without gradients."""
+    model = nn.Sequential(nn.Embedding(WORDS, WIDE), Factored(), Factored(), nn.Linear(WIDE, WORDS))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = []
+    for step in range(2):
+        with torch.no_grad():
+            out.append(model(ids_of(step)).sum().item())
+        loss = F.cross_entropy(model(ids_of(step)).mT, ids_of(step + 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+    return [*out, *model.state_dict().values()]
+
+
 @contextmanager
 def off(model: Any) -> Any:
     for layer in model.layers:
@@ -192,6 +231,7 @@ PROGRAMS = (
     weights_as_arguments,
     parts_of_an_output,
     files_without_ties,
+    weights_made_of_factors,
 )
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2, "zero": 2},
@@ -226,6 +266,7 @@ def compared(rank: int, world: int) -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.filterwarnings("ignore:The autograd function Product has no rule")
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits_of_tuning(ranks: Any) -> None:
