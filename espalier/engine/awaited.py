@@ -304,7 +304,9 @@ class Awaited:
         if isinstance(shapes, torch.Tensor) and not shapes.ndim:
             raise TypeError(
                 "iteration over a number that a pipeline has yet to compute. If this is GradScaler.scale: "
-                "in float16 the engine scales, Plan(precision='autocast-float16'); bfloat16 needs no scale."
+                "in float16 the engine scales, Plan(precision='autocast-float16'); bfloat16 needs no scale. "
+                "If the program asks isinstance(x, torch.Tensor): that is False before x is computed. Write "
+                "out what is to be done, as in hidden = tuple(h.detach() for h in hidden)."
             )
         if isinstance(shapes, tuple | list):
             return (_part_of(self, i, x) for i, x in enumerate(shapes))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import espalier
 from espalier.comm.control import gather_objects
+from espalier.parallel.pipeline.record import ModelStandIns, SplitError
 
 F64 = torch.float64
 TOLERANCE = 1e-12
@@ -416,3 +417,13 @@ def best(rank: int, world: int, folder: str) -> None:
 
 def test_metrics_in_files(ranks: Any, tmp_path: Path) -> None:
     ranks(2, best, str(tmp_path))
+
+
+def test_modules_that_a_forward_makes() -> None:
+    """As BYOL's programs make their target, where a stage runs it."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    before = ModelStandIns.snapshot(model)
+    assert not ModelStandIns.changes(model, before)
+    model.target = copy.deepcopy(model[0])
+    with pytest.raises(SplitError, match=r"'target' \(Linear\) was made within the forward pass"):
+        ModelStandIns.changes(model, before)

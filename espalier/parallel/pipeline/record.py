@@ -633,9 +633,19 @@ class ModelStandIns:
 
     @staticmethod
     def changes(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-        """The names of attributes and buffers that are others now, by module."""
+        """The names of attributes and buffers that are others now, by module.
+
+        Raises:
+            SplitError: a module was made meanwhile.
+        """
         changed, marks = {}, Marks()
         for name, m in model.named_modules():
+            if name not in before:
+                raise SplitError(
+                    f"{name!r} ({type(m).__name__}) was made within the forward pass: stages hold the "
+                    "modules that the model had when it was divided. Let it have them all before the first "
+                    "batch (call what makes it before espalier.prepare), or train under a plan without pipe."
+                )
             was, now = before[name], _remembered(m, marks)
             keys = [k for k in {**was, **now} if k not in was or k not in now or not equal(was[k], now[k])]
             if keys:
