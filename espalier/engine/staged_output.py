@@ -77,6 +77,7 @@ class ModelRun:
         self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
+        self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self.is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
@@ -155,7 +156,7 @@ class ModelRun:
     def _form_key(self) -> tuple[Hashable, ...]:
         """What an output's kinds follow from."""
         others = [None if isinstance(x, torch.Tensor) else repr(x) for x in leaves(self._inputs)]
-        return tuple(others), self.is_own, self._passes.call.module.training
+        return tuple(others), self.is_own, self._passes.call.module.training, self._settings
 
     def _computed(self) -> Any:
         passes = self._passes
@@ -313,6 +314,13 @@ def _refuse_objects(inputs: Any) -> None:
 
 def _shapes_of(inputs: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) for x in leaves(inputs, torch.Tensor))
+
+
+def _settings(model: torch.nn.Module) -> Hashable:
+    """What the configurations of a model's modules say: an output may have more parts by it."""
+    held = [config for m in model.modules() if hasattr(config := vars(m).get("config"), "__dict__")]
+    said = {id(config): vars(config).values() for config in held}
+    return tuple(x for values in said.values() for x in values if isinstance(x, str | int | float | None))
 
 
 def cloned(inputs: Any) -> Any:

@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import espalier
 
@@ -27,7 +29,9 @@ def ids_of(step: int, long: int = 5) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """A layer with an adapter, which can be switched off."""
+    """A layer with an adapter, which can be switched off; it may be recomputed."""
+
+    recomputes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +39,12 @@ class Layer(nn.Module):
         self.is_off, self.kind = False, "tanh"
 
     def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        if self.recomputes and torch.is_grad_enabled():
+            given: torch.Tensor = checkpoint(self.computed, x, places, use_reentrant=False)
+            return given
+        return self.computed(x, places)
+
+    def computed(self, x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         y = self.own(x) if self.is_off else self.own(x) + self.adapter(x)
         y = y if places is None else y + y @ places.mT @ places
         return x + (y.tanh() if self.kind == "tanh" else F.gelu(y))
@@ -49,6 +59,7 @@ class Words(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.places = nn.Embedding(4, WIDE) if has_places else None
         self.head = nn.Linear(WIDE, WORDS, bias=False)
+        self.config = SimpleNamespace(gives_hidden=False)
         if is_tied:
             self.head.weight = self.embed.weight
 
@@ -57,7 +68,9 @@ class Words(nn.Module):
         for layer in self.layers:
             x = layer(x) if self.places is None else layer(x, self.places.weight)
         logits = self.head(x)
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), "logits": logits}
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        more = {"hidden": x} if self.config.gives_hidden else {}
+        return {"loss": loss, "logits": logits, **more}
 
 
 class Collected(nn.Module):
@@ -184,6 +197,24 @@ def weights_as_arguments(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step) for step in range(3)], *model.state_dict().values()]
 
 
+def settings_that_change(lay: Lay) -> list[Any]:
+    """An output has more parts, and layers are recomputed, from a step on."""
+    model = Words()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = []
+    for step in range(4):
+        model.config.gives_hidden = step in (1, 2)
+        for layer in model.layers:
+            layer.recomputes = step >= 2
+        output = model(ids_of(step))
+        assert len(output) == (3 if step in (1, 2) else 2)
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(output["loss"].item())
+    return [*out, *model.state_dict().values()]
+
+
 def parts_of_an_output(lay: Lay) -> list[Any]:
     """The loss is asked for by its name once more, after it went back, divided or not."""
     model = Words()
@@ -230,6 +261,7 @@ PROGRAMS = (
     hooks_that_a_forward_puts,
     weights_as_arguments,
     parts_of_an_output,
+    settings_that_change,
     files_without_ties,
     weights_made_of_factors,
 )

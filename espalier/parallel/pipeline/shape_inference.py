@@ -7,7 +7,7 @@ knows them too, and each stage draws the random values that one process would dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -119,7 +119,7 @@ class ShapeInference:
         if key not in self._known:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
-                _set_alike(vars(theirs), vars(ours))
+                _set_alike(theirs, ours)
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
             held, of_twin = [*parameters_in(self._model)], [*parameters_in(self._twin)]
@@ -213,11 +213,15 @@ def _is_switch(name: str, x: Any) -> bool:
     return isinstance(x, str | bool | int | float | None)
 
 
-def _set_alike(theirs: dict[str, Any], ours: Mapping[str, Any]) -> None:
-    """Let a twin's module be switched as its original is now; a flag that came later may stand for hooks."""
-    known = theirs.keys()
-    theirs.update({name: x for name, x in ours.items() if name in known and _is_switch(name, x)})
-    theirs.update({n: x for n, x in ours.items() if n not in known and isinstance(x, _FUNCTIONS)})
+def _set_alike(theirs: nn.Module, ours: nn.Module) -> None:
+    """Let a twin's module be switched as its original is now.
+
+    A flag that came later, and is none of its class, may stand for hooks.
+    """
+    table, switches = vars(theirs), [name for name, x in vars(ours).items() if _is_switch(name, x)]
+    known = {name for name in switches if name in table or hasattr(type(theirs), name)}
+    later = {name for name, x in vars(ours).items() if name not in table and isinstance(x, _FUNCTIONS)}
+    table.update({name: vars(ours)[name] for name in (*known, *later)})
 
 
 class _Switches:
