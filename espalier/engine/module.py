@@ -503,9 +503,15 @@ def _orders(engine: Engine, loader: DataLoader[Any]) -> Orders:
     """Draws what a DataLoader draws, and when: gives the states of generators of its orders."""
     sampler: Any = loader.sampler
 
+    stays = loader.num_workers > 0 and loader.persistent_workers
+    has_begun = False
+
     def asked() -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        nonlocal has_begun
         before = (loader.generator or torch.default_generator).get_state()
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # for its workers
+        if not (stays and has_begun):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # for its workers
+        has_begun = True
         if not loader.num_workers:
             return before, drawn
         state = drawn()  # workers begin at once

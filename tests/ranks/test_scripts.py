@@ -223,13 +223,16 @@ def test_ways_with_loaders(ranks: Any) -> None:
 
 
 def seeds_of_workers(rank: int, world: int) -> None:
-    """What workers draw is what those of one process do."""
-    forked: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks beside threads; of rows that all ranks load
-        found = [x.sum().item() for x, _ in loader_of({"data": 2}, LOADED["torch"][0](), **forked)]
-        expected = [x.sum().item() for x, _ in loader_of(None, LOADED["torch"][0](), **forked)]
-    assert found == pytest.approx(expected, abs=TOLERANCE)
+    """What workers draw is what those of one process do, also of workers that stay for the next epoch."""
+    for stays in (False, True):
+        forked: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+        seen = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks beside threads; of rows that all ranks load
+            for plan in ({"data": world}, None):
+                loader = loader_of(plan, LOADED["torch"][0](), persistent_workers=stays, **forked)
+                seen.append([x.sum().item() for _ in range(2) for x, _ in loader])
+        assert seen[0] == pytest.approx(seen[1], abs=TOLERANCE), stays
 
 
 def test_seeds_of_workers(ranks: Any) -> None:
