@@ -763,9 +763,13 @@ def attributes_of(m: nn.Module) -> dict[str, Any]:
 
 
 def hooks_in(model: nn.Module) -> dict[str, list[int]]:
-    """By the names of modules, which hooks their forwards have."""
-    named = model.named_modules()
-    return {name: [key for hooks in forward_hooks(module) for key in hooks] for name, module in named}
+    """By the names of modules that have any, which hooks their forwards have."""
+    found: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        before, after = forward_hooks(module)
+        if before or after:
+            found[name] = [*before, *after]
+    return found
 
 
 def is_flag_of_hooks(value: Any, name: str, hooked: Iterable[str]) -> bool:

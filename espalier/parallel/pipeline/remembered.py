@@ -265,8 +265,10 @@ class Memory:
 def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     """What the modules of this rank have set since, and may be told."""
     modules, found = dict(model.named_modules()), {}
-    hooked = [name for name, keys in hooks_in(model).items() if keys != before.hooks.get(name)]
-    for name, keys in ModelStandIns.changes(model, before.remembered).items():
+    changes = ModelStandIns.changes(model, before.remembered)
+    now = hooks_in(model) if changes else {}
+    hooked = [name for name, keys in now.items() if keys != before.hooks.get(name)]
+    for name, keys in changes.items():
         module = modules[name]
         for key in () if is_of_torch(module) else keys:
             value = value_at(model, name, key)
