@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from espalier.tensor.traces import is_array, may_change
 from espalier.torch_private import (
     HOOK_OPTIONS,
     HOOKS,
+    STATE_HOOKS,
     TABLES,
     DispatchMode,
     FakeTensor,
@@ -713,8 +713,8 @@ def _caching(modules: Iterable[nn.Module]) -> list[Any]:
 def _remembered(m: nn.Module, marks: Marks) -> dict[str, Any]:
     """What a forward may set: of tensors, how often they were written to, too; of buffers, which they are."""
     with raw():
-        attributes = {k: marks.of(x) for k, x in attributes_of(m).items()}
-    return {**attributes, **own_buffers(m)}
+        held = {k: marks.of(x) for k, x in vars(m).items() if k not in OF_TORCH}
+    return {**held, **own_buffers(m)}
 
 
 class Marks:
@@ -737,6 +737,8 @@ class Marks:
         return self._mark(x)
 
     def _mark(self, x: Any) -> Any:
+        if type(x) in _PLAIN:
+            return x
         if isinstance(x, torch.Tensor):
             return (x, version_of(x)) if self._counts and not isinstance(x, nn.Parameter) else x
         if type(x) in (list, tuple, deque):
@@ -745,6 +747,8 @@ class Marks:
             return x.dtype, x.shape, x.tobytes()
         if type(x) in DICTS:
             return {k: self._mark(y) for k, y in x.items()}
+        if type(x) is set:
+            return set(x)
         held = shown_by(x)
         if held is None:
             return x
@@ -756,10 +760,8 @@ class Marks:
         return self._known[id(x)]
 
 
-def attributes_of(m: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that it or others may set."""
-    attributes = {k: x for k, x in vars(m).items() if k not in (*TABLES, *HOOKS, *HOOK_OPTIONS)}
-    return {k: copy.copy(x) if type(x) in (list, set, deque, *DICTS) else x for k, x in attributes.items()}
+OF_TORCH = frozenset({*TABLES, *HOOKS, *HOOK_OPTIONS, *STATE_HOOKS})  # attributes of modules
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def hooks_in(model: nn.Module) -> dict[str, list[int]]:
@@ -786,6 +788,8 @@ def is_flag_of_hooks(value: Any, name: str, hooked: Iterable[str]) -> bool:
 
 def equal(a: Any, b: Any) -> bool:
     """Whether attributes are the same; tensors, if they are one."""
+    if a is b:
+        return True
     if type(a) is not type(b):
         return False
     if type(a) in (list, tuple):
@@ -795,7 +799,7 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) is dict:
         return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     try:
-        return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
+        return not isinstance(a, torch.Tensor) and bool(a == b)
     except Exception:
         return False
 

@@ -20,6 +20,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in, parameters_in, parts
 from espalier.parallel.pipeline.programs import Divided, SentValue, traced_output
 from espalier.parallel.pipeline.record import (
+    OF_TORCH,
     Env,
     Marks,
     ModelStandIns,
@@ -30,7 +31,6 @@ from espalier.parallel.pipeline.record import (
     TorchState,
     Trace,
     ValuesError,
-    attributes_of,
     equal,
     leaves,
     mapped,
@@ -48,7 +48,7 @@ _TRACES = 64  # kept for batches of different shapes
 _ALIKE = 16  # and of the same shapes
 _dtype = getter("dtype")
 _requires_grad = getter("requires_grad")
-_NOT_ASKED = ("training", "forward")  # of which a trace is told otherwise
+_NOT_ASKED = OF_TORCH | {"training", "forward"}  # a trace is told of these otherwise
 _INTENSITY = 10  # operations that take as long as moving a byte
 
 
@@ -664,7 +664,7 @@ def _said_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, An
             m,
             {
                 name: marks.of(x)
-                for name, x in attributes_of(m).items()
+                for name, x in vars(m).items()
                 if name not in _NOT_ASKED and not type(x).__module__.startswith("espalier.")
             },
         )
