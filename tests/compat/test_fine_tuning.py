@@ -87,5 +87,6 @@ def under_plans(rank: int, world: int) -> None:
         assert fine_tuned(plan) == pytest.approx(expected, rel=1e-6), plan
 
 
+@pytest.mark.filterwarnings("ignore:Each rank loads all rows of each batch")
 def test_one_line_and_any_plan(ranks: Any) -> None:
     ranks(2, under_plans)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import espalier
 from espalier import DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor, layout_of, local_map
-from espalier.tensor import dispatch
+from espalier.tensor import inputs as moves
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -302,7 +302,7 @@ def watched() -> Iterator[tuple[dict[int, torch.UntypedStorage], list[weakref.re
     """What autograd keeps (storages by address), and what the dispatcher has moved."""
     kept: dict[int, torch.UntypedStorage] = {}
     moved: list[weakref.ref[torch.Tensor]] = []
-    original = dispatch.redistribute_by
+    original = moves.redistribute_by
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
@@ -313,12 +313,12 @@ def watched() -> Iterator[tuple[dict[int, torch.UntypedStorage], list[weakref.re
         moved.append(weakref.ref(out))
         return out
 
-    dispatch.redistribute_by = redistribute_by  # type: ignore[assignment]
+    moves.redistribute_by = redistribute_by  # type: ignore[assignment]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield kept, moved
     finally:
-        dispatch.redistribute_by = original
+        moves.redistribute_by = original
 
 
 def keeps_shards(rank: int, world: int) -> None:

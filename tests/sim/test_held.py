@@ -11,7 +11,7 @@ import torch
 
 from espalier.comm import redistribute
 from espalier.sharding import spec
-from espalier.tensor import dispatch
+from espalier.tensor import inputs
 from tests.sim.plans import STEPS, trained
 from tests.sim.transport import Shared
 
@@ -27,7 +27,7 @@ def copied(
     with pytest.MonkeyPatch.context() as patch:
         if plain:
             patch.setattr(redistribute, "is_alone", lambda grad: False)
-            for module in (spec, dispatch):
+            for module in (spec, inputs):
                 patch.setattr(module, "sums_here", lambda x, plan: False)
         run = trained(shared, rank, world, {"tensor": world}, {"kernels": True, "kind": kind}, "")
     # a bias is added by one rank, and cleared on the others

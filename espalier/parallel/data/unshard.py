@@ -804,7 +804,8 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
     source = getattr(x, "_source", None)
-    return source.stand_in(None) if isinstance(source, StandIn) else x
+    is_piece = isinstance(source, StandIn) and x._layout is not x._layout.own  # type: ignore[attr-defined]
+    return source.stand_in(None) if is_piece else x
 
 
 def _before_backward(out: Any, need: Callable[..., None]) -> Any:

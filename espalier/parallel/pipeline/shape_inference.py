@@ -7,6 +7,7 @@ knows them too, and each stage draws the random values that one process would dr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -221,7 +222,8 @@ def _set_alike(theirs: nn.Module, ours: nn.Module) -> None:
     table, switches = vars(theirs), [name for name, x in vars(ours).items() if _is_switch(name, x)]
     known = {name for name in switches if name in table or hasattr(type(theirs), name)}
     later = {name for name, x in vars(ours).items() if name not in table and isinstance(x, _FUNCTIONS)}
-    table.update({name: vars(ours)[name] for name in (*known, *later)})
+    table.update({name: copy.copy(vars(ours)[name]) for name in known})  # to names either may add its own
+    table.update({name: vars(ours)[name] for name in later})
 
 
 class _Switches:
