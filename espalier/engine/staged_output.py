@@ -317,10 +317,13 @@ def _shapes_of(inputs: Any) -> Hashable:
 
 
 def _settings(model: torch.nn.Module) -> Hashable:
-    """What the configurations of a model's modules say: an output may have more parts by it."""
+    """The flags of the configurations of a model's modules: an output may have more parts by them.
+
+    Not what else these say, which may be another on each rank: who saves a model writes its dtype there.
+    """
     held = [config for m in model.modules() if hasattr(config := vars(m).get("config"), "__dict__")]
-    said = {id(config): vars(config).values() for config in held}
-    return tuple(x for values in said.values() for x in values if isinstance(x, str | int | float | None))
+    said = {id(config): vars(config).items() for config in held}
+    return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
 
 
 def cloned(inputs: Any) -> Any:

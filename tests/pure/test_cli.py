@@ -382,8 +382,9 @@ def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):
 
     seen = []
 
-    def launch(argv, nproc, port=None, hosts=None, logs=None):
+    def launch(argv, nproc, port=None, hosts=None, logs=None, *, grace, signals):
         seen.append((argv, nproc, port, hosts, logs))
+        assert grace == 30 and set(signals) == {"SIGTERM", "SIGINT"}
         raise LaunchError("rank 1 of 2 failed: exit code 5", 1, 5)
 
     monkeypatch.setattr("espalier.mesh.launch.launch", launch)
