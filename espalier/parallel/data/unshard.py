@@ -804,8 +804,9 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
     source = getattr(x, "_source", None)
-    is_piece = isinstance(source, StandIn) and x._layout is not x._layout.own  # type: ignore[attr-defined]
-    return source.stand_in(None) if is_piece else x
+    if not isinstance(source, StandIn) or x._layout is x._layout.own:  # type: ignore[attr-defined]
+        return x
+    return source.stand_in(None)
 
 
 def _before_backward(out: Any, need: Callable[..., None]) -> Any:
