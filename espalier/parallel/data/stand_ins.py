@@ -121,6 +121,14 @@ class ShardedStandIn(StandIn):
         self._copy = None
 
 
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    """All of a parameter that shows its piece; others as they are."""
+    source = getattr(x, "_source", None)
+    if not isinstance(source, StandIn) or x._layout is x._layout.own:  # type: ignore[attr-defined]
+        return x
+    return source.stand_in(None)
+
+
 def _come(resting: weakref.ref[ShardedStandIn]) -> None:
     stand_in = resting()
     if stand_in is not None:

@@ -20,10 +20,10 @@ from espalier.parallel.data.chunks import Appearance, Chunk, ShardedParam, show
 from espalier.parallel.data.float8_rows import Float8Rows, agree_on_scales
 from espalier.parallel.data.masters import merge, values_of
 from espalier.parallel.data.residency import MEMORIES, OffloadStore
-from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded
+from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded, whole_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
-from espalier.tensor.loans import StandIn, is_handed_out, keep_apart, stamp_alias, written_mark
+from espalier.tensor.loans import is_handed_out, keep_apart, stamp_alias, written_mark
 from espalier.torch_private import (
     base_of,
     current_graph_task_id,
@@ -315,10 +315,9 @@ class Unsharded:
         Args:
             is_over: a backward pass has been, whatever is recorded.
         """
-        self.is_recorded = self.is_recorded and not is_over
-        if self.is_recorded:
+        if self.is_recorded and not is_over:
             return
-        self.marks = 0
+        self.marks, self.is_recorded = 0, False
         self.open.clear()
         if self.pending is not None:
             self._await()
@@ -793,20 +792,13 @@ def _marked(tree: Any, done: Callable[[], None]) -> Any:
     if not inputs or not torch.is_grad_enabled():
         return None
     # a parameter that is cut shows its piece: who is given it as an argument is to have all of it
-    inputs = {key: _whole(x) for key, x in inputs.items()}
+    inputs = {key: whole_of(x) for key, x in inputs.items()}
     with raw():
         outs = dict(zip(inputs, _mark(done, *inputs.values()), strict=True))
         for key, x in inputs.items():
             if type(x) is DTensor:
                 stamp_alias(outs[key], x)
     return tree_map(lambda x: outs.get(id(x), x), tree)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    source = getattr(x, "_source", None)
-    if not isinstance(source, StandIn) or x._layout is x._layout.own:  # type: ignore[attr-defined]
-        return x
-    return source.stand_in(None)
 
 
 def _before_backward(out: Any, need: Callable[..., None]) -> Any:
