@@ -40,7 +40,6 @@ from espalier.compat.lengths import AlikeBatches
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
-from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -77,16 +76,6 @@ class _Whole(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """With plain whole tensors."""
         return self._states
-
-
-class _Optimizer(AcceleratedOptimizer):
-    """A prepared optimizer, whose states are saved whole."""
-
-    mesh: Mesh | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """With plain whole tensors (a collective)."""
-        return whole_states(super().state_dict(), self.mesh)
 
 
 class _Schedule(AcceleratedScheduler):
@@ -202,8 +191,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> AcceleratedOptimizer:
         """The optimizer, which its model's engine steps."""
         if not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = _Optimizer(optimizer, False, self.scaler)
-            optimizer.mesh = self._mesh
+            optimizer = AcceleratedOptimizer(optimizer, False, self.scaler)
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._join()

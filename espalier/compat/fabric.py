@@ -23,7 +23,6 @@ from espalier.comm.control import gather_objects
 from espalier.compat.common import NO_SCALER, Readers, plan_for_world
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited
-from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor.deferred import deferred
@@ -203,7 +202,7 @@ class EspalierStrategy(OnMesh, Theirs):
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
         """With plain whole tensors (a collective)."""
-        return whole_states(optimizer.state_dict(), self._mesh)
+        return optimizer.state_dict()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors, in place; of ranks that share a batch one counts."""

@@ -21,7 +21,6 @@ from espalier.comm.control import gather_objects
 from espalier.compat.common import note_engine, noted_engine
 from espalier.compat.fabric import OnMesh, tell_copies
 from espalier.engine import Engine, EngineModule, initialize
-from espalier.engine.states import whole_states
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real
@@ -262,7 +261,8 @@ class EspalierStrategy(OnMesh, Theirs):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """With plain whole tensors (a collective)."""
-        return whole_states(getattr(optimizer, "_optimizer", optimizer).state_dict(), self._mesh)
+        states: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        return states
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of whole tensors."""

@@ -38,7 +38,6 @@ from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited import Awaited
-from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
@@ -494,7 +493,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.optimizer is not None
-        own, states = self.optimizer, whole_states(self.optimizer.state_dict(), self._mesh)
+        own, states = self.optimizer, self.optimizer.state_dict()
         self.optimizer = cast(Any, SimpleNamespace(state_dict=lambda: states))  # one rank alone asks for it
         try:
             super()._save_optimizer_and_scheduler(output_dir)

@@ -22,7 +22,6 @@ from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.interface import Boosted, show
 from espalier.compat.common import counts_one
 from espalier.engine import Engine
-from espalier.engine.states import whole_states
 from espalier.mesh.process import running_size
 from espalier.parallel import Plan
 from espalier.texts import refuse
@@ -222,7 +221,8 @@ class Booster:
             checkpoint: a file, or with ``shard`` a folder.
             gather_dtensor, size_per_shard, use_async: no effect: states are gathered, in one file.
         """
-        state = whole_states(optimizer.state_dict(), self._mesh_of(optimizer))
+        self._check_boosted(optimizer)
+        state = optimizer.state_dict()
         if not dist.is_initialized() or dist.get_rank() == 0:
             path = Path(checkpoint)
             if shard:
@@ -242,7 +242,7 @@ class Booster:
         Args:
             low_cpu_mem_mode, num_threads: no effect.
         """
-        self._mesh_of(optimizer)
+        self._check_boosted(optimizer)
         path = Path(checkpoint)
         if path.is_dir():
             (path,) = path.glob(f"*{_STATES}")
@@ -291,11 +291,9 @@ class Booster:
         if model.engine.mesh.size() > 1:
             gather_objects(None, model.engine.mesh)
 
-    def _mesh_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        for model in self._models:
-            if model.engine.optimizer is optimizer:
-                return model.engine.mesh
-        raise ValueError("This optimizer was not boosted: give the one that booster.boost(...) returned.")
+    def _check_boosted(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(model.engine.optimizer is optimizer for model in self._models):
+            raise ValueError("This optimizer was not boosted: give the one that booster.boost(...) returned.")
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Write its state, on rank 0."""
