@@ -774,6 +774,11 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
+def newly_hooked(model: nn.Module, before: Mapping[str, list[int]]) -> list[str]:
+    """The names of modules that have other hooks now than :func:`hooks_in` said."""
+    return [name for name, keys in hooks_in(model).items() if keys != before.get(name)]
+
+
 def is_flag_of_hooks(value: Any, name: str, hooked: Iterable[str]) -> bool:
     """Whether an attribute that a forward has set says, as it seems, that it has put hooks.
 

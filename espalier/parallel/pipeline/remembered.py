@@ -22,7 +22,7 @@ from torch import nn
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import DICTS, ModelStandIns, hooks_in, is_flag_of_hooks
+from espalier.parallel.pipeline.record import DICTS, ModelStandIns, hooks_in, is_flag_of_hooks, newly_hooked
 from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
@@ -266,8 +266,7 @@ def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     """What the modules of this rank have set since, and may be told."""
     modules, found = dict(model.named_modules()), {}
     changes = ModelStandIns.changes(model, before.remembered)
-    now = hooks_in(model) if changes else {}
-    hooked = [name for name, keys in now.items() if keys != before.hooks.get(name)]
+    hooked = newly_hooked(model, before.hooks) if changes else []
     for name, keys in changes.items():
         module = modules[name]
         for key in () if is_of_torch(module) else keys:

@@ -44,6 +44,7 @@ from espalier.parallel.pipeline.record import (
     leaves,
     mapped,
     name_of,
+    newly_hooked,
     storage_of,
 )
 from espalier.parallel.pipeline.remembered import Place, may_be_told, value_at
@@ -125,7 +126,7 @@ def _traced(
         before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
         hooks = hooks_in(twin.module)
         recorded = _recorded(twin, device, fake, whole, is_watched)
-        hooked = [name for name, held in hooks_in(twin.module).items() if held != hooks.get(name)]
+        hooked = newly_hooked(twin.module, hooks)
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
         if changes or beside:
             modules = dict(twin.module.named_modules())
