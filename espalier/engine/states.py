@@ -179,12 +179,13 @@ def take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> No
 
 def has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> bool:
     """Whether the program has put a state in an optimizer's that lies otherwise than its parameter."""
-    states = optimizer.state
-    for p in parameters:
-        layout = p._layout.own
-        for x in states[p].values() if p in states else ():
+    layouts = {id(p): p._layout.own for p in parameters}  # a tensor's own hash is Python's, and slow
+    for p, state in optimizer.state.items():
+        layout = layouts.get(id(p))
+        for x in () if layout is None else state.values():
             if type(x) is DTensor:
-                if x._layout.own is not layout and x._layout.shape == layout.shape:
+                lies = x._layout
+                if lies is not layout and lies.own is not layout and lies.shape == layout.shape:
                     return True
             elif isinstance(x, torch.Tensor) and x.ndim and tuple(x.shape) == layout.shape:
                 return True

@@ -406,6 +406,8 @@ class _FlatRun:
         if any(state.keys() != states[0].keys() for state in states):
             return None
         run = _FlatRun(members, states, rooms)
+        if len(members) == 1 and run._n == members[0].numel():
+            return None  # what is free behind it is not behind its gradient, too
         joined = {name: run._join([state[name] for state in states]) for name in states[0]}
         if any(x is _APART for x in joined.values()):
             return None

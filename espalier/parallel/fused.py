@@ -192,14 +192,14 @@ class _Stand:
         self.parts = self._cut(p.detach())
         for part, grad in zip(self.parts, self._cut(plain(p.grad)), strict=True):
             part.grad = grad
+        states: list[State] = [{} for _ in self.parts]
         for name, x in self._state.items():
-            is_number = name == "step" or not isinstance(
-                x, torch.Tensor
-            )  # a parameter may have no dims either
-            for part, piece in zip(
-                self.parts, [x, deepcopy(x)] if is_number else self._cut(plain(x)), strict=False
-            ):
-                optimizer.state[part][name] = piece
+            is_number = name == "step" or not isinstance(x, torch.Tensor)  # a parameter may have no dims either
+            pieces = [x, _copied(x)] if is_number else self._cut(plain(x))
+            for state, piece in zip(states, pieces, strict=False):
+                state[name] = piece
+        if self._state:
+            optimizer.state.update(zip(self.parts, states, strict=True))
 
     def close(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the parameter what the kernel has made of its parts."""
@@ -231,6 +231,10 @@ class _Stand:
             to.copy_(self._whole_of(parts))
         elif self._left:  # the rest lies in it
             to.view(-1)[self._whole :] = parts[-1][: self._left]
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else deepcopy(x)
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:
