@@ -182,7 +182,9 @@ def has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> b
     layouts = {id(p): p._layout.own for p in parameters}  # a tensor's own hash is Python's, and slow
     for p, state in optimizer.state.items():
         layout = layouts.get(id(p))
-        for x in () if layout is None else state.values():
+        if layout is None:
+            continue
+        for x in state.values():
             if type(x) is DTensor:
                 lies = x._layout
                 if lies is not layout and lies.own is not layout and lies.shape == layout.shape:
