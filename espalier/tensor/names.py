@@ -157,8 +157,16 @@ def held_by(x: Any) -> dict[str, Any] | None:
     if isinstance(x, type | nn.Module | torch.Tensor | dict | enum.Enum):
         return None
     slots = [key for base in kind.__mro__ for key in _slots_of(base) if not key.startswith("__")]
-    held = {key: getattr(x, key) for key in slots if hasattr(x, key)}
-    return {**held, **getattr(x, "__dict__", {})}
+    held = {key: own(x, key, ABSENT) for key in slots}
+    return {**{key: y for key, y in held.items() if y is not ABSENT}, **own(x, "__dict__", {})}
+
+
+def own(x: Any, name: str, default: Any) -> Any:
+    """An object's attribute, past what its class does where one is read (transformers' may refuse some)."""
+    try:
+        return object.__getattribute__(x, name)
+    except AttributeError:
+        return default
 
 
 def shown_by(x: Any) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.tensor.names import MOST_HELD, Reads, shown_by, tables_of
+from espalier.tensor.names import ABSENT, MOST_HELD, Reads, own, shown_by, tables_of
 from espalier.torch_private import COMPILED_CALL, HOOKS, own_buffers, own_modules, own_parameters
 
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -151,9 +151,10 @@ class _Object:
         self.owner = owner
 
     def __getitem__(self, name: str) -> Any:
-        if not hasattr(self.owner, name):
+        value = own(self.owner, name, ABSENT)
+        if value is ABSENT:
             raise KeyError(name)
-        return getattr(self.owner, name)
+        return value
 
 
 def identity(holder: Any) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 from espalier.blocks import parameters_in
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
-from espalier.tensor.names import MOST, MOST_HELD, held_by, inner_functions, is_known, tables_of
+from espalier.tensor.names import MOST, MOST_HELD, held_by, inner_functions, is_known, own, tables_of
 from espalier.torch_private import HOOKS, disable_modes, hooks_of_all_modules, raw
 
 _CONTAINERS = (dict, list, set, deque)
@@ -246,7 +246,7 @@ def put_back_held(x: Any, seen: dict[int, Any]) -> Callable[[], Any] | None:
             if key not in held:
                 object.__delattr__(x, key)
         for key, y in held.items():
-            if getattr(x, key, held) is not y:
+            if own(x, key, held) is not y:
                 object.__setattr__(x, key, y)
         for put in inner:
             if put is not None:

@@ -50,6 +50,15 @@ class Layer(nn.Module):
         return x + (y.tanh() if self.kind == "tanh" else F.gelu(y))
 
 
+class Settings(SimpleNamespace):
+    """A configuration that refuses to tell what is not the same in all layers, as transformers' do."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise RuntimeError(f"'{name}' may vary across layers")
+        return super().__getattribute__(name)
+
+
 class Words(nn.Module):
     """A language model, whose head may be the embedding's, as of libraries of models: it gives a dict."""
 
@@ -59,7 +68,7 @@ class Words(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.places = nn.Embedding(4, WIDE) if has_places else None
         self.head = nn.Linear(WIDE, WORDS, bias=False)
-        self.config = SimpleNamespace(gives_hidden=False)
+        self.config = Settings(gives_hidden=False, width=WIDE)
         if is_tied:
             self.head.weight = self.embed.weight
 
