@@ -320,7 +320,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """The rows of all ranks, one behind the other; those of ranks that share a batch once."""
-        return self._each_once(super().gather(_whole(tensor, "gather")))
+        return self._each_once(super().gather(whole_values(tensor, "gather")))
 
     def _each_once(self, gathered: Any) -> Any:
         if not self._readers.is_shared:
@@ -334,11 +334,11 @@ class Accelerator(accelerate.Accelerator):
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """As ever; of what lies on several ranks the whole."""
-        return super().pad_across_processes(_whole(tensor, "pad_across_processes"), *args, **kwargs)
+        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the rows that fill up the last batch; objects too."""
-        input_data = _whole(input_data, "gather_for_metrics")
+        input_data = whole_values(input_data, "gather_for_metrics")
         if not self._readers.is_shared:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:
@@ -358,13 +358,13 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
-        reduced = super().reduce(_whole(tensor, "reduce"), reduction, scale)
+        reduced = super().reduce(whole_values(tensor, "reduce"), reduction, scale)
         if not self._readers.is_shared or reduction != "sum":
             return reduced
         return recursively_apply(self._readers.one_of_each, reduced)
 
 
-def _whole(values: Any, call: str) -> Any:
+def whole_values(values: Any, call: str) -> Any:
     """Parameters, and what is made of them, as plain whole tensors: c10d would send this rank's pieces."""
 
     def plain(x: Any) -> Any:

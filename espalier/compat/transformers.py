@@ -11,6 +11,7 @@ import copy
 import inspect
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +33,7 @@ from transformers.debug_utils import DebugOption
 from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
-from espalier.compat.accelerate import PreparedModel, autocast_of
+from espalier.compat.accelerate import PreparedModel, autocast_of, whole_values
 from espalier.compat.common import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
@@ -42,6 +43,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
 from espalier.tensor import DTensor
+from espalier.tensor.observers import user_frame
 from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -93,16 +95,13 @@ def _searched(
     model: Any,
     args: TrainingArguments,
     said: Mapping[str, Any],
-    more: list[Any],
-    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Plan:
     """The fastest plan for what a Trainer is given; rank 0's, on all ranks.
 
     Raises:
         MistakeError: what the search needs is missing.
     """
-    names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
-    arguments = {**dict(zip(names, more, strict=False)), **options}
     needed = {"cluster": cluster, "model": model, "train_dataset": arguments.get("train_dataset")}
     reason = f"plan='auto' needs it; clusters that are shipped: {', '.join(shipped())}"
     refuse("Trainer", [(name, x, reason) for name, x in needed.items() if x is None])
@@ -231,6 +230,14 @@ class _Accelerator(accelerate.Accelerator):
         """True for one rank of all."""
         return bool(self.state.process_index == self.state.num_processes - 1)
 
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever; of what a pipeline has yet to compute the value."""
+        return super().reduce(whole_values(tensor, "reduce"), *args, **kwargs)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever; of what a pipeline has yet to compute the value."""
+        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
+
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model."""
         if isinstance(model, EngineModule):
@@ -333,6 +340,48 @@ def _is_awaited(outputs: Any) -> bool:
     return isinstance(outputs, dict) and any(isinstance(x, Awaited) for x in outputs.values())
 
 
+def _by_name(kind: type[Trainer], given: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """What a Trainer is given, by the names of the class that :class:`Trainer` stands before."""
+    for base in kind.__mro__[kind.__mro__.index(Trainer) + 1 :]:
+        takes = inspect.signature(vars(base).get("__init__", lambda *given: None))
+        if all(x.kind is not x.VAR_POSITIONAL for x in takes.parameters.values()):
+            takes.bind_partial(None, *given, **options)  # an argument may be there twice
+            return {**dict(zip([*takes.parameters][1:], given, strict=False)), **options}
+    raise AssertionError("transformers' own names its arguments")
+
+
+def _arguments(kind: type[Trainer], args: Any) -> TrainingArguments:
+    """A Trainer's arguments.
+
+    Raises:
+        MistakeError: there are none, and the class makes its own later than they are asked for here.
+    """
+    if isinstance(args, TrainingArguments):
+        return args
+    behind = kind.__mro__[kind.__mro__.index(Trainer) + 1]
+    if args is not None or behind not in (transformers.Trainer, transformers.Seq2SeqTrainer):
+        reason = "expected the TrainingArguments of its kind: args=SFTConfig(output_dir=...), say"
+        refuse(kind.__name__, [("args", args, reason)])
+    return TrainingArguments(output_dir="tmp_trainer")
+
+
+def _count_readers(args: Any, readers: int) -> None:
+    """Rows that TRL's arguments count are those of ranks that read some; they took each rank for one."""
+    if (generated := getattr(args, "generation_batch_size", None)) is None:
+        return
+    rows = args.per_device_train_batch_size * readers * args.steps_per_generation
+    if rows % args.num_generations:
+        reason = f"on this plan {rows} rows are generated at once: expected a divisor of these"
+        refuse("Trainer", [("num_generations", args.num_generations, reason)])
+    if rows != generated and args.steps_per_generation != args.gradient_accumulation_steps:
+        warnings.warn(
+            f"generation_batch_size is {rows} on this plan, of {args.steps_per_generation} steps, and not "
+            f"{generated}: ranks that share rows count once. steps_per_generation= says how many steps.",
+            stacklevel=user_frame()[0],
+        )
+    args.generation_batch_size = rows
+
+
 class Trainer(transformers.Trainer):
     """As ``transformers.Trainer``, on many ranks: ``espalier run -n 4 script.py``, or torchrun.
 
@@ -354,14 +403,13 @@ class Trainer(transformers.Trainer):
 
     def __init__(
         self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        *more: Any,
+        *given: Any,
         plan: Plan | Mapping[str, Any] | Literal["auto"] | None = None,
         cluster: Cluster | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        kwargs = _by_name(type(self), given, kwargs)
+        args = kwargs["args"] = _arguments(type(self), kwargs.get("args"))
         said: dict[str, Any] = {}
         if precision := autocast_of("fp16" if args.fp16 else args.mixed_precision):
             said["precision"] = precision
@@ -369,18 +417,19 @@ class Trainer(transformers.Trainer):
             said["chunk_megabytes"] = float(args.ddp_bucket_cap_mb)
         is_auto = plan == "auto"
         if plan == "auto":
-            plan = _searched(cluster, model, args, said, [*more], kwargs)
+            plan = _searched(cluster, kwargs.get("model"), args, said, kwargs)
         self.plan = plan_for_world(said, plan)
         refuse("Trainer", _mistakes(self.plan, args))
         self._mesh = Mesh.from_env(self.plan.axes, _device_type(args))
+        sharing = [self._mesh.shape[self._mesh.axis(name)] for name in self.plan.batch_axes]
+        together = self._mesh.size() if is_auto else math.prod(sharing)
+        _count_readers(args, together)
         self._module: _Module | None = None
         with _alone(self._mesh, args):
-            super().__init__(model, args, *more, **kwargs)
+            super().__init__(**kwargs)
         if self.plan.pipe > 1:
             self.compute_loss_func = _late(self.compute_loss_func)
             self.__dict__["label_smoother"] = _late(self.label_smoother)
-        sharing = [self._mesh.shape[self._mesh.axis(name)] for name in self.plan.batch_axes]
-        together = self._mesh.size() if is_auto else math.prod(sharing)
         self._train_batch_size *= together
         if together > 1 and type(self).get_train_dataloader is not transformers.Trainer.get_train_dataloader:
             self.__dict__["get_train_dataloader"] = self._of_program(self.get_train_dataloader, together)

@@ -8,7 +8,7 @@ inputs' dtypes, with tensors that pretend to lie on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -182,3 +182,27 @@ class _Casts(DispatchMode):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is not None:
             self.seen.append((args[0], kwargs["dtype"]))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def answered_for_meta(tensors: Iterable[Any]) -> Iterator[None]:
+    """While open, and if one of these lies nowhere: torch answers whether autocast is on for ``meta``, too.
+
+    Code that computes on plain tensors asks for the device that they are on; torch ends in an error there.
+    """
+    if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors):
+        yield
+        return
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def enabled(device_type: str | None = None) -> bool:
+        if device_type == "meta":
+            return autocast_dtype("meta") is not None
+        return is_enabled() if device_type is None else is_enabled(device_type)
+
+    torch.is_autocast_enabled = enabled
+    torch.get_autocast_dtype = lambda device_type: dtype_of(_LIKE if device_type == "meta" else device_type)
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, dtype_of

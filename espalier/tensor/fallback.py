@@ -24,6 +24,7 @@ from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
+from espalier.tensor.dry_autocast import answered_for_meta
 from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
 from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
@@ -538,7 +539,8 @@ def _enclosed(method: Callable[..., Any], saves: bool) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def enclosed(*args: Any, **kwargs: Any) -> Any:
-        with with_torch_functions(), standing(args[0].stands_for) if goes_back else nullcontext():
+        within = standing(args[0].stands_for) if goes_back else nullcontext()
+        with with_torch_functions(), within, answered_for_meta(args):
             out = method(*args, **kwargs)
         if saves:
             args[0].stands_for = stands_for = dict(_standing.get() or {})

@@ -259,7 +259,7 @@ def fitted(
         folder, per_device_train_batch_size=batch, **(common | {"max_grad_norm": 0.5} | options)
     )
     seen = Seen()
-    model = {} if "model_init" in more else {"model": Net()}
+    model = {} if {"model_init", "model"} & {*more} else {"model": Net()}
     common = {"train_dataset": Points(), "data_collator": together, "callbacks": [seen]}
     trainer = kind(**model, args=arguments, **(common | more))
     with contextlib.redirect_stdout(io.StringIO()):
@@ -363,6 +363,77 @@ def settings(rank: int, world: int, folder: str) -> None:
             close(expected, found, plan)
 
 
+class Asking(torch.autograd.Function):
+    """Asks whether autocast is on where its input lies, as kernels of a package do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        kind = x.device.type
+        return x * 2 if not torch.is_autocast_enabled(kind) else x.to(torch.get_autocast_dtype(kind)) * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad if torch.is_autocast_enabled(grad.device.type) else grad * 2
+
+
+class AskingNet(Net):
+    """The same behind such a kernel."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return super().forward(Asking.apply(x), labels)
+
+
+class Preferring(transformers.Trainer):
+    """A Trainer of another package: arguments in an order of its own, and values of all ranks in its loss."""
+
+    def __init__(self, model: Any, reference: Any = None, args: Any = None, **more: Any) -> None:
+        super().__init__(model, args, **more)
+        self.reference, self.reduced = reference, 0.0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        mean = self.accelerator.pad_across_processes(outputs["logits"].detach()).mean()
+        self.reduced += float(self.accelerator.reduce(mean, reduction="sum"))
+        with torch.no_grad():
+            before = self.reference(**inputs)["logits"]
+        return outputs["loss"] + (outputs["logits"] - before).square().mean()
+
+
+def preferred(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
+    def made(model: Any, args: Any, **more: Any) -> Any:
+        return kind(model, Net(), args, **more, **plan)
+
+    trainer, losses = fitted(made, folder, batch, {}, model=AskingNet())
+    return trainer, [*losses, trainer.reduced]
+
+
+def of_others(rank: int, world: int, folder: str, expected: list[float]) -> None:
+    """Trainers of other packages, which the Trainer stands before."""
+    from espalier.compat.transformers import Trainer
+
+    class Here(Trainer, Preferring):
+        pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for plan in ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
+            _, found = preferred(Here, folder, 4 // plan.get("data", 1), plan=plan)
+            close(expected, found, plan)
+    with pytest.raises(ValueError, match=r"args(.|\n)*expected the TrainingArguments of its kind"):
+        Here(Net(), Net(), train_dataset=Points(), plan={"data": 2})
+    with pytest.raises(TypeError, match="multiple values"):
+        Here(Net(), Net(), reference=Net())
+    arguments = transformers.TrainingArguments(
+        folder, report_to=[], use_cpu=True, per_device_train_batch_size=4
+    )
+    arguments.generation_batch_size, arguments.steps_per_generation = 16, 1  # of TRL, which counts each rank
+    for plan, generations, rows in (({"tensor": 2}, 4, 4), ({"data": 2}, 4, 8), ({"tensor": 2}, 8, 0)):
+        arguments.num_generations = generations
+        with contextlib.nullcontext() if rows else pytest.raises(ValueError, match="num_generations"):
+            Here(Net(), args=arguments, train_dataset=Points(), plan=plan)
+            assert arguments.generation_batch_size == rows
+
+
 def answered(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
     """A Seq2SeqTrainer, its losses, and what it generates."""
     generator = torch.Generator().manual_seed(1)
@@ -452,6 +523,17 @@ def test_the_trainer_under_plans(ranks: Any, tmp_path: Path) -> None:
 def test_what_arguments_ask_for(ranks: Any, tmp_path: Path) -> None:
     ranks(2, settings, str(tmp_path))
     ranks(2, compiled, str(tmp_path / "compiled"))
+
+
+def of_one(rank: int, world: int, folder: str) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return preferred(Preferring, folder, 4)[1]
+
+
+def test_trainers_of_other_packages(ranks: Any, tmp_path: Path) -> None:
+    (expected,) = ranks(1, of_one, str(tmp_path / "own"))
+    ranks(2, of_others, str(tmp_path / "ours"), expected)
 
 
 def test_each_argument_is_told_of() -> None:
