@@ -18,6 +18,10 @@ import torch
 from espalier.torch_private import pytree
 
 _CONTAINERS = (dict, tuple, list)
+# in these there is nothing, whatever is looked for: most of what torch's operations are given beside tensors
+ATOMS = frozenset(
+    (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
@@ -35,7 +39,15 @@ def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
         if not objects or not hasattr(tree, "__dict__"):
             return []
         tree, objects = list(vars(tree).values()), objects - 1
-    return [t for x in tree for t in tensors_in(x, objects)]
+    found: list[torch.Tensor] = []
+    for x in tree:  # most are no containers: at once
+        if type(x) in ATOMS:
+            continue
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        else:
+            found += tensors_in(x, objects)
+    return found
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | None = None) -> Any:
@@ -54,7 +66,7 @@ def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | Non
         return kind([tree_map(fn, x, sought) for x in tree])
     if kind is dict:
         return {k: tree_map(fn, v, sought) for k, v in tree.items()}
-    if sought is None and not isinstance(tree, _CONTAINERS):
+    if kind in ATOMS or (sought is None and not isinstance(tree, _CONTAINERS)):
         return fn(tree)  # most leaves: at once
     if _inner(tree, sought) is None:
         return fn(tree)
@@ -83,7 +95,13 @@ def leaves(
     inner = _inner(tree, sought)
     if inner is None:
         return [tree] if isinstance(tree, kind) else []
-    return [x for part in inner for x in leaves(part, kind, sought)]
+    found: list[Any] = []
+    for part in inner:
+        if type(part) not in ATOMS:
+            found += leaves(part, kind, sought)
+        elif isinstance(part, kind):
+            found.append(part)
+    return found
 
 
 def _inner(tree: Any, sought: tuple[type, ...] | None) -> Iterable[Any] | None:

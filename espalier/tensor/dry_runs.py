@@ -39,7 +39,7 @@ from espalier.torch_private import (
     schema_of,
     without_torch_functions,
 )
-from espalier.trees import tensors_in, tree_map
+from espalier.trees import ATOMS, tensors_in, tree_map
 
 # ---- the memory that tensors take while a program runs: each storage, from first appearance to release
 
@@ -587,7 +587,7 @@ def _without_floats(args: Any, kwargs: Any) -> list[torch.Tensor] | None:
     return inputs
 
 
-_ATOMS = type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format
+_ATOMS = tuple(ATOMS)
 
 
 def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
@@ -596,7 +596,7 @@ def _described(x: Any, tensors: list[torch.Tensor]) -> Any:
     Args:
         tensors: that were met; these are added.
     """
-    if type(x) in _ATOMS:
+    if type(x) in ATOMS:
         return type(x), x
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.dtype.is_complex:
