@@ -20,6 +20,8 @@ from tests.pool import Pool, Skip, forks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # trio, which selenium brings, gives hypothesis a plugin that warns as soon as torch's own tests load it
 os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
+# else each process that compiles tries first, by programs of its own, what its compiler knows
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # else each of the many processes that tests start would compile the library again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
