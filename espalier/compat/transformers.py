@@ -340,6 +340,29 @@ def _is_awaited(outputs: Any) -> bool:
     return isinstance(outputs, dict) and any(isinstance(x, Awaited) for x in outputs.values())
 
 
+@contextmanager
+def _telling(model: nn.Module, states: Mapping[str, Any]) -> Iterator[None]:
+    """While open, each of a model's modules has these whole values in its ``state_dict()``."""
+    known = {id(x): states[name] for name, x in _named(model) if name in states}
+
+    def told(module: nn.Module, found: dict[str, Any], prefix: str, *more: Any) -> None:
+        for name, x in _named(module, recurse=False):
+            if prefix + name in found and id(x) in known:
+                found[prefix + name] = known[id(x)]
+
+    handles = [module.register_state_dict_post_hook(told) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _named(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from model.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
 def _by_name(kind: type[Trainer], given: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """What a Trainer is given, by the names of the class that :class:`Trainer` stands before."""
     for base in kind.__mro__[kind.__mro__.index(Trainer) + 1 :]:
@@ -537,8 +560,15 @@ class Trainer(transformers.Trainer):
         """Of the whole model (a collective)."""
         if state_dict is None and self._laid_out is not None:
             state_dict = self._laid_out.engine.state_dict()
-        super()._save(output_dir, state_dict)
+        model: Any = self.model
+        with _telling(model, state_dict or {}) if self._brings("_save") else nullcontext():
+            super()._save(output_dir, state_dict)
         self._wait()
+
+    def _brings(self, method: str) -> bool:
+        """Whether a package's Trainer that this one stands before has a method of its own."""
+        behind = type(self).__mro__[type(self).__mro__.index(Trainer) + 1 :]
+        return any(method in vars(base) for base in behind[: behind.index(transformers.Trainer)])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.optimizer is not None
@@ -556,13 +586,13 @@ class Trainer(transformers.Trainer):
         self._wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._laid_out is None or self._is_adapted:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._laid_out is None or self._is_adapted or self._brings("_load_from_checkpoint"):
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
             self._laid_out.engine.load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        if self._is_adapted:
+        if self._is_adapted or self._brings("_load_best_model") or self._brings("_load_from_checkpoint"):
             super()._load_best_model()
             return
         assert self.state.best_model_checkpoint is not None

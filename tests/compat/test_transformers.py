@@ -398,6 +398,11 @@ class Preferring(transformers.Trainer):
             before = self.reference(**inputs)["logits"]
         return outputs["loss"] + (outputs["logits"] - before).square().mean()
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Of a part of the model, without what it is told of states."""
+        os.makedirs(str(output_dir), exist_ok=True)
+        torch.save(self.model.layers.state_dict(), f"{output_dir}/own-{self.args.process_index}.pt")
+
 
 def preferred(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
     def made(model: Any, args: Any, **more: Any) -> Any:
@@ -417,8 +422,11 @@ def of_others(rank: int, world: int, folder: str, expected: list[float]) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for plan in ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
-            _, found = preferred(Here, folder, 4 // plan.get("data", 1), plan=plan)
+            trainer, found = preferred(Here, folder, 4 // plan.get("data", 1), plan=plan)
             close(expected, found, plan)
+            trainer.save_model(folder)
+            for name, x in torch.load(f"{folder}/own-{rank}.pt").items():
+                assert type(x) is torch.Tensor and x.equal(trainer.engine.state_dict()[f"layers.{name}"])
     with pytest.raises(ValueError, match=r"args(.|\n)*expected the TrainingArguments of its kind"):
         Here(Net(), Net(), train_dataset=Points(), plan={"data": 2})
     with pytest.raises(TypeError, match="multiple values"):
