@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from espalier.blocks import blocks
+from espalier.blocks import around, blocks
 from espalier.engine.recompute import chosen, recompute_in_graphs
 from espalier.engine.selective import Policy, Tracing, keep_products
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
+from espalier.parallel.pipeline.record import caching
 from espalier.tensor import compile as compile_region
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
 
 
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The blocks of a model, each of which becomes one graph.
+    """The blocks of a model, each of which becomes one graph; of a block with experts what is beside these.
 
-    Selective recomputation is done by a graph itself, so what is recomputed so as one is one.
+    How many rows go to an expert hangs on values, which no graph can have. Selective recomputation is done by
+    a graph itself, so what is recomputed so as one is one.
 
     Raises:
-        ValueError: something in them hangs on values or on hooks, and no graph can have it.
+        ValueError: there are none, or the plan leaves none.
     """
     listed = blocks(model)
     for outer in (name for name, kind in chosen(model, plan).items() if kind == "selective"):
         within = [name for name in listed if name.startswith(f"{outer}." if outer else "")]
         listed = {name: block for name, block in listed.items() if name not in within}
-        listed |= {outer: model.get_submodule(outer)} if within else {}
-    experts = stacks(model)
+        whole = model.get_submodule(outer)
+        listed |= {outer: whole} if within and not stacks(whole) else {}
+    parts = [part for block in listed.values() for part in _beside_experts(block)]
     refused = (
         (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
+        (bool(listed) and not parts, "all of the model's blocks is experts, whose rows hang on values"),
         (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
         (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
-        (bool(experts), "how many rows go to an expert hangs on values: compile attention by itself"),
     )
     wrong = [reason for is_so, reason in refused if is_so]
     if wrong:
         raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
-    return [*listed.values()]
+    return parts
+
+
+def _beside_experts(block: nn.Module) -> list[nn.Module]:
+    """A block, or, of one with experts, the modules in it that have none, and are worth a graph."""
+    if not stacks(block):
+        return [block]
+    children = [child for child in block.children() if any(True for _ in child.children())]
+    return [child for child in children if type(child).forward is not nn.Module.forward and not stacks(child)]
 
 
 def compile_blocks(
@@ -58,6 +70,8 @@ def compile_blocks(
         recomputed: how blocks are recomputed, by name; those whose graphs do so themselves are taken out.
         policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
+    if configs := caching(model.modules()):
+        around(model, partial(_without_caches, configs))
     by: Callable[..., Any] = compile_forward if plan.zero == 3 or recomputed else compile_region
     names = {model.get_submodule(name): name for name, kind in recomputed.items() if kind == "selective"}
     policy = policy or keep_products
@@ -66,10 +80,31 @@ def compile_blocks(
     alike = Alike(compiler(), asking)
     for block in blocks:
         if block not in names:
-            by(block, backend=alike.of_region())
+            by(block, backend=alike.of_region(), fullgraph=False)
     keeping = [names[block] for block in blocks if block in names]
     alike_too = Alike(compiler(partial(Tracing, policy)), asking)
     regions = {name: compile_forward(model.get_submodule(name), alike_too.of_region()) for name in keeping}
     recompute_in_graphs(model, regions, plan.recompute_inputs, policy)
     for name in keeping:
         del recomputed[name]
+
+
+def _without_caches(
+    configs: Sequence[Any],
+    module: nn.Module,
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """A model's call; where it is trained, no cache of keys and values is filled that nobody asked for.
+
+    That is an object, another one at each call, which blocks write to: none of them could be one graph.
+    """
+    asking = [config for config in configs if config.use_cache is True] if torch.is_grad_enabled() else []
+    for config in asking:
+        config.use_cache = False
+    try:
+        return own(*args, **kwargs)
+    finally:
+        for config in asking:
+            config.use_cache = True

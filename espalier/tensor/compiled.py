@@ -12,8 +12,8 @@ import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ from espalier.torch_private import (
     method,
     raw,
     set_grad_enabled,
+    set_versions,
     torch_functions_on,
     version_of,
 )
@@ -97,8 +98,10 @@ class Recorder(TorchFunctionMode):
 
     Args:
         places: where the tensors are kept that the program may use beside its arguments, by ``id``.
+        fullgraph: what no graph can have is an error; else it is noted, and the program runs to its end.
 
     Attributes:
+        refused: what was noted so.
         graph: the graph so far.
         sources: for each placeholder where its value comes from: the index of an argument, a
             :class:`HolderSlot` or a :class:`Key`.
@@ -106,8 +109,10 @@ class Recorder(TorchFunctionMode):
 
     records = True
 
-    def __init__(self, places: Mapping[int, HolderSlot]) -> None:
+    def __init__(self, places: Mapping[int, HolderSlot], fullgraph: bool = True) -> None:
         super().__init__()
+        self.refused: Refused | None = None
+        self._fullgraph = fullgraph
         self.graph = fx.Graph()
         self.sources: list[int | HolderSlot | Key] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -169,9 +174,29 @@ class Recorder(TorchFunctionMode):
             key = torch.tensor(func(*args), dtype=torch.int64)
             self.take(key, Key(*args))
             return key
-        self._refuse_reading(func, args)
-        name, before = getattr(func, "__name__", ""), tensors_in((args, kwargs))
+        before = tensors_in((args, kwargs))
+        with self._noting():
+            self._refuse_reading(func, args)
         out = func(*args, **kwargs)
+        if self.refused is None:
+            with self._noting():
+                self._note(func, args, kwargs, out, before)
+        return out
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Inside, what no graph can have is noted, if it is no error."""
+        try:
+            yield
+        except Refused as refused:
+            if self._fullgraph:
+                raise
+            self.refused = self.refused or refused
+
+    def _note(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, before: list[torch.Tensor]
+    ) -> None:
+        name = getattr(func, "__name__", "")
         if func in _SAVING:
             self._keep(func, args, out)
         elif func is torch.Tensor.as_subclass:
@@ -180,7 +205,6 @@ class Recorder(TorchFunctionMode):
             self._write(func, args, kwargs, out, before)
         elif before and not _is_metadata(func):
             raise Refused(_reading(func))
-        return out
 
     def _refuse_reading(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         name = getattr(func, "__name__", "")
@@ -365,7 +389,8 @@ def compile(  # torch's own name for it
 
     Args:
         model: an ``nn.Module`` or a function; without one, a decorator is given.
-        fullgraph: taken for torch's sake; a region always is one graph, or an error.
+        fullgraph: a region is one graph, or an error; False: what cannot be one runs as it is written, with a
+            warning.
         dynamic: taken for torch's sake; shapes are always static, so True is an error.
         backend: as in ``torch.compile``: a name, or ``backend(graph_module, example_inputs)``. The
             graph module works on local tensors.
@@ -380,8 +405,9 @@ def compile(  # torch's own name for it
 
     Raises:
         ValueError: ``dynamic=True``, or options for another backend than inductor.
-        RuntimeError: (when called) the region reads a tensor's value, sets or hooks tensors, or
-            uses a tensor that is no argument and belongs to no module; the message names the remedy.
+        RuntimeError: (when called, by ``fullgraph``) the region reads a tensor's value, sets or hooks
+            tensors, or uses a tensor that is no argument and belongs to no module; the message names the
+            remedy.
     """
     if model is None:
 
@@ -400,17 +426,20 @@ def compile(  # torch's own name for it
     rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
-        compile_call(model, lambda call: Region(call, model, compiler))
+        compile_call(model, lambda call: Region(call, model, compiler, fullgraph))
         return model
-    return Region(model, model, compiler)
+    return Region(model, model, compiler, fullgraph)
 
 
-def compile_forward(module: torch.nn.Module, backend: Backend) -> Region:
+def compile_forward(module: torch.nn.Module, backend: Backend, fullgraph: bool = True) -> Region:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
     So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
+
+    Args:
+        fullgraph: as of :func:`compile`.
     """
-    region = Region(module.forward, module, backend)
+    region = Region(module.forward, module, backend, fullgraph)
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)
@@ -490,8 +519,12 @@ class Region:
         owner: the function, or the module, that it hangs on.
     """
 
-    def __init__(self, call: Callable[..., Any], owner: Any, backend: Backend) -> None:
-        self._call, self.owner, self._backend = call, owner, backend
+    def __init__(
+        self, call: Callable[..., Any], owner: Any, backend: Backend, fullgraph: bool = True
+    ) -> None:
+        self._call, self.owner, self._backend, self._fullgraph = call, owner, backend, fullgraph
+        self._is_refused = False
+        self._refused_with: set[type] = set()  # kinds of arguments with which it is no graph: caches
         self._variants: dict[Any, list[_Variant]] = {}
         self._count = 0
         self.__name__ = getattr(owner, "__name__", type(owner).__name__)
@@ -509,8 +542,8 @@ class Region:
         """The same while it is followed, and for nothing."""
         leaves, form = flatten((args, kwargs))
         places: dict[int, HolderSlot] = {}
-        list(watched(self.owner, places))
-        return _followed(self._call, places, leaves, form)[2]
+        list(watched(self.owner, places, _objects(leaves)))
+        return _followed(self._call, places, leaves, form, self._fullgraph)[2]
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
         """What it gives, and by which way: see :class:`Ways`."""
@@ -520,10 +553,12 @@ class Region:
     def way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[[], Any]]:
         """By which way a call goes, and what goes it."""
         written = "written", partial(self.as_written, args, kwargs)
-        if observed() or any(watcher.inside for watcher in watchers()):
+        if self._is_refused or observed() or any(watcher.inside for watcher in watchers()):
             return written
         is_flat = not kwargs and all(type(a) is DTensor for a in args)
         leaves, form = (list(args), None) if is_flat else flatten((args, kwargs))
+        if self._refused_with and not self._refused_with.isdisjoint(map(type, leaves)):
+            return written
         key = (state(), *kinds(leaves), _repeats(leaves), form)
         for variant in self._variants.get(key, ()):
             if variant.fits():
@@ -540,15 +575,22 @@ class Region:
 
     def _recorded(self, key: Any, leaves: list[Any], form: Any) -> Any:
         self._count += 1
-        recorded, out = _record(self._call, self.owner, leaves, form, self._backend)
-        self._variants.setdefault(key, []).append(recorded)
+        recorded, out = _record(self._call, self.owner, leaves, form, self._backend, self._fullgraph)
+        if isinstance(recorded, Refused):
+            self._refused_with |= set(map(type, _objects(leaves)))
+            self._is_refused = not self._refused_with
+            warnings.warn(f"{self.__name__} runs as it is written, uncompiled. {recorded}", stacklevel=3)
+        else:
+            self._variants.setdefault(key, []).append(recorded)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else Region(self._call.__get__(instance), instance, self._backend)
+        if instance is None:
+            return self
+        return Region(self._call.__get__(instance), instance, self._backend, self._fullgraph)
 
 
 def state() -> Any:
@@ -578,6 +620,11 @@ def _kind(x: Any) -> Any:
     if isinstance(x, CONSTANTS):
         return (type(x), x)
     return (type(x), id(x))
+
+
+def _objects(leaves: Sequence[Any]) -> list[Any]:
+    """Arguments that are neither tensors nor constants."""
+    return [x for x in leaves if not isinstance(x, (torch.Tensor, *CONSTANTS))]
 
 
 def _repeats(leaves: list[Any]) -> Any:
@@ -621,11 +668,14 @@ class _Variant:
         guards: list[AttributeGuard],
         outputs: list[Any],
         form: Any,
+        given: list[Any],
     ) -> None:
         self.written = recorder.written
+        self._given = given  # is known by ``id``, so it is to stay
         self._compiled, self._sources, self._around = compiled, recorder.sources, Surroundings(guards)
         self._outputs, self._form = outputs, form
         self._draws = any(isinstance(s, Key) for s in self._sources)
+        self._silent: list[int] | None = None  # inputs that are written to, and no version says so
         self._places = [s for s in self._sources if type(s) is HolderSlot]
         self._kinds = kinds([place.get() for place in self._places])
 
@@ -648,6 +698,7 @@ class _Variant:
 
     def run(self, leaves: list[Any], inputs: list[torch.Tensor]) -> Any:
         """The outputs for arguments of this kind."""
+        kept = inputs
         if self._draws:
             rest = iter(inputs)
             inputs = [
@@ -656,7 +707,12 @@ class _Variant:
                 else next(rest)
                 for s in self._sources
             ]
-        results = self._compiled(*inputs)
+        if self._silent == []:
+            results = self._compiled(*inputs)
+        else:
+            before = [*map(_version, kept)]
+            results = self._compiled(*inputs)
+            self._hush(kept, before)
         outs = []
         for what, which, layout in self._outputs:
             if what == "computed":
@@ -668,15 +724,26 @@ class _Variant:
                 outs.append(which)
         return unflatten(outs, self._form)
 
+    def _hush(self, inputs: list[torch.Tensor], before: list[int]) -> None:
+        """Take back what versions a graph counted that the program does not: of a norm's statistics.
+
+        Else calls before it, that kept these, could not go back.
+        """
+        if self._silent is None:
+            counted = [i for i, x in enumerate(inputs) if _version(x) != before[i] and i not in self.written]
+            self._silent = counted if set_versions is not None else []
+        if self._silent:
+            set_versions(tuple(inputs[i] for i in self._silent), tuple(before[i] for i in self._silent))
+
 
 def _followed(
-    call: Callable[..., Any], places: dict[int, HolderSlot], leaves: list[Any], form: Any
+    call: Callable[..., Any], places: dict[int, HolderSlot], leaves: list[Any], form: Any, fullgraph: bool
 ) -> tuple[Recorder, list[Any], Any]:
     """Run a region once; what it did, what it was given, and what it gave."""
     for place in places.values():
         place.get().__dict__.pop("_moved", None)  # what was moved before would not be seen to move
         await_values((place.get(),))
-    recorder = Recorder(places)
+    recorder = Recorder(places, fullgraph)
     entered = list(leaves)
     first: dict[int, int] = {}
     for i, x in enumerate(leaves):
@@ -692,17 +759,27 @@ def _followed(
 
 
 def _record(
-    call: Callable[..., Any], owner: Any, leaves: list[Any], form: Any, backend: Backend
-) -> tuple[_Variant, Any]:
-    """Run the region once, and compile what it did."""
+    call: Callable[..., Any], owner: Any, leaves: list[Any], form: Any, backend: Backend, fullgraph: bool
+) -> tuple[_Variant | Refused, Any]:
+    """Run the region once, and compile what it did, or tell why that cannot be."""
     places: dict[int, HolderSlot] = {}
-    guards = list(watched(owner, places))
-    recorder, entered, out = _followed(call, places, leaves, form)
-    _refuse_changes(guards, owner, places)
+    given = _objects(leaves)
+    guards = list(watched(owner, places, given))
+    recorder, entered, out = _followed(call, places, leaves, form, fullgraph)
     results, out_form = flatten(out)
-    numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
     positions: dict[Any, int] = {}
-    outputs = [_output(x, recorder, numbers, positions) for x in results]
+    outputs: list[Any] = []
+    try:
+        if recorder.refused is not None:
+            raise recorder.refused
+        _refuse_changes(guards, owner, given, places)
+        numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
+        outputs += [_output(x, recorder, numbers, positions) for x in results]
+    except Refused as refused:
+        if fullgraph:
+            raise
+        leaf_of = {id(x): leaf for x, leaf in zip(entered, leaves, strict=True)}
+        return refused, unflatten([leaf_of.get(id(x), x) for x in results], out_form)
     module = recorder.finish(positions)
     # what is traced keeps for its backward pass what it is given: not what the caller would have kept for it
     apart = nullcontext() if outer_hooks(True) is None else saved_tensors_hooks(lambda x: x, lambda x: x)
@@ -712,7 +789,7 @@ def _record(
         source = recorder.sources[which] if what == "source" else None
         if type(source) is int:
             results[i] = leaves[source]
-    variant = _Variant(compiled, recorder, guards, outputs, out_form)
+    variant = _Variant(compiled, recorder, guards, outputs, out_form, given)
     return variant, unflatten(results, out_form)
 
 
@@ -749,10 +826,12 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
         return like.requires_grad_(x.requires_grad)
 
 
-def _refuse_changes(guards: list[AttributeGuard], owner: Any, places: dict[int, HolderSlot]) -> None:
+def _refuse_changes(
+    guards: list[AttributeGuard], owner: Any, given: Sequence[Any], places: dict[int, HolderSlot]
+) -> None:
     """Raise if the region itself changed what it hangs on: compiled, it would not."""
     after: dict[int, HolderSlot] = {}
-    now = {(identity(holder), key): value for holder, key, value in watched(owner, after)}
+    now = {(identity(holder), key): value for holder, key, value in watched(owner, after, given)}
     before = {(identity(holder), key): value for holder, key, value in guards}
     changed = [k for _, k in before.keys() ^ now.keys()]
     both = [at for at in before.keys() & now.keys() if at[1] is not SIZE]  # which names, is told
@@ -761,5 +840,6 @@ def _refuse_changes(guards: list[AttributeGuard], owner: Any, places: dict[int, 
     if changed:
         raise Refused(
             f"espalier.compile: the region sets {', '.join(sorted(map(str, set(changed))))} when it runs; "
-            "compiled, it would not. Return the value, or write a number that changes into a buffer in place."
+            "compiled, it would not. Return the value, or write a number that changes into a buffer in place "
+            "(use_cache=False: then there is no cache of keys and values to fill)."
         )

@@ -35,12 +35,19 @@ class HolderSlot(NamedTuple):
 AttributeGuard = tuple[Any, Any, Any]  # holder, key, value
 
 
-def watched(owner: Any, places: dict[int, HolderSlot]) -> Iterator[AttributeGuard]:
-    """All that the program may hang on beside its arguments; tensors go into ``places``."""
+def watched(owner: Any, places: dict[int, HolderSlot], given: Sequence[Any] = ()) -> Iterator[AttributeGuard]:
+    """All that the program may hang on beside its arguments; tensors go into ``places``.
+
+    Args:
+        given: arguments that are no tensors: what the program's own objects among them hold counts, too.
+    """
     if isinstance(owner, torch.nn.Module):
         yield from _of_module(owner, places, set())
     else:
         yield from _of_function(owner, places, set())
+    seen: set[int] = set()
+    for x in given:
+        yield from _of_object(x, places, seen)
 
 
 def _of_function(function: Any, places: dict[int, HolderSlot], seen: set[int]) -> Iterator[AttributeGuard]:

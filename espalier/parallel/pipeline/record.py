@@ -621,7 +621,7 @@ class ModelStandIns:
         Its parameters are fakes.
         """
         with apart(self.model, extra, partial(self._stand, fake), self._as_made) as twin:
-            for config in _caching(twin.module.modules()):
+            for config in caching(twin.module.modules()):
                 config.use_cache = False
             yield twin
 
@@ -699,7 +699,7 @@ class ModelStandIns:
         return self._fake(b, fake) if b.is_meta else b.detach().clone().to(self.device)
 
 
-def _caching(modules: Iterable[nn.Module]) -> list[Any]:
+def caching(modules: Iterable[nn.Module]) -> list[Any]:
     """Configurations of transformers' models that ask for a cache of keys and values.
 
     A cache is an object that blocks write to, and would have to travel from stage to stage.

@@ -1,0 +1,157 @@
+"""Blocks of models as they are, compiled: one graph, or as they are written; the values are the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+from espalier.models import build
+
+WIDE, TOLERANCE = 6, 1e-12
+PLANS: list[dict[str, Any]] = [
+    {"data": 2},
+    {"data": 2, "zero": 3, "chunk_megabytes": 0.0005},
+    {"tensor": 2},
+    {"data": 2, "recompute": "full"},
+]
+
+
+class Cache:
+    """What blocks have remembered, as transformers' caches: an object that they write to."""
+
+    def __init__(self) -> None:
+        self.layers: list[SimpleNamespace] = []
+
+    def update(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        if len(self.layers) <= place:
+            self.layers.append(SimpleNamespace(seen=x))
+        else:
+            self.layers[place].seen = torch.cat([self.layers[place].seen, x])
+        seen: torch.Tensor = self.layers[place].seen
+        return seen
+
+
+class Block(nn.Module):
+    def __init__(self, place: int, looks: bool) -> None:
+        super().__init__()
+        self.place, self.looks = place, looks
+        self.up, self.norm, self.dropout = nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        y = self.dropout(self.norm(self.up(x)))
+        if self.looks and y.abs().max() > 1e3:  # no graph has both ways
+            y = y / 2
+        if cache is not None:
+            y = y + cache.update(y, self.place).mean(0)
+        return x + y.tanh()
+
+
+class Model(nn.Module):
+    """Two views of each row go through the same blocks, so that a step calls each block twice."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i, looks) for i in range(2))
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> SimpleNamespace:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        cache = Cache() if use_cache else None
+        views = []
+        for view in (x, x.flip(1)):
+            for block in self.blocks:
+                view = block(view, cache)
+            views.append(view)
+        loss = (views[0] - views[1].cos()).square().mean()
+        return SimpleNamespace(loss=loss, cache=cache)
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.count += 1
+        return module.forward
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(8, WIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def trained(net: nn.Module, plan: dict[str, Any], compile: Any) -> tuple[list[float], dict[str, Any], Any]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine = espalier.initialize(net, optimizer, plan, compile=compile)
+    torch.manual_seed(5)
+    losses = [engine.train_step({"x": rows(step)}).item() for step in range(4)]
+    return losses, engine.full_state_dict(), engine
+
+
+def same(plan: dict[str, Any], looks: bool) -> Counting:
+    torch.manual_seed(0)
+    net, backend = Model(looks).double(), Counting()
+    expected, values, _ = trained(copy.deepcopy(net), plan, False)
+    losses, given, engine = trained(net, plan, backend)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < TOLERANCE
+    assert all((given[name] - x).abs().max() < TOLERANCE for name, x in values.items())
+    assert engine.module.config.use_cache
+    return backend
+
+
+def models(rank: int, world: int) -> None:
+    for plan in PLANS:
+        assert same(plan, looks=False).count == 2  # of what needs a gradient, and not; in all steps
+        with pytest.warns(UserWarning, match="Block runs as it is written.*reads a tensor's value"):
+            assert same(plan, looks=True).count == 0
+
+
+def test_models_as_they_are(ranks: Any) -> None:
+    ranks(2, models)
+
+
+def test_a_cache_is_filled_at_each_call() -> None:
+    torch.manual_seed(0)
+    net, backend = Model().double(), Counting()
+    *_, engine = trained(net, {"data": 1}, backend)
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        for step in range(3):
+            cache = engine(x=rows(step)).cache
+            assert [len(layer.seen) for layer in cache.layers] == [16, 16]
+    words = [str(w.message) for w in said]
+    assert len(words) == 2 and all("use_cache=False" in text for text in words)  # one of each block
+    engine.train_step({"x": rows(9)})
+    assert backend.count == 2
+
+
+def test_one_graph_or_an_error() -> None:
+    mesh = espalier.Mesh.single(("data",))
+    block = Block(0, looks=True).double()
+    with pytest.raises(RuntimeError, match="reads a tensor's value"):
+        espalier.compile(block, backend="eager")(espalier.distribute_tensor(rows(0), mesh))
+
+
+def experts(rank: int, world: int) -> None:
+    ids = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(3))
+    sizes = {"vocab_size": 20, "hidden": 12, "heads": 2, "kv_heads": 1, "layers": 2, "max_positions": 8}
+    for plan in ({"data": 2, "expert": 2}, {"data": 2, "zero": 3}):
+        losses = []
+        for backend in (False, Counting()):
+            torch.manual_seed(0)
+            net = build("moe", {**sizes, "ffn": 8, "experts": 3, "top_k": 2, "shared": 1}).double()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            engine = espalier.initialize(net, optimizer, plan, compile=backend)
+            losses.append([engine.train_step({"input_ids": ids, "labels": ids}).item() for _ in range(3)])
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < TOLERANCE
+        assert isinstance(backend, Counting) and backend.count == 1  # attention, of both blocks
+
+
+def test_blocks_with_experts_have_their_attention_compiled(ranks: Any) -> None:
+    ranks(2, experts)
