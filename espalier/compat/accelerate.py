@@ -36,10 +36,10 @@ from torch import nn
 
 from espalier.comm.control import any_says, gather_objects
 from espalier.compat.common import NO_SCALER, Readers, plan_for_world, precision_of
-from espalier.compat.lengths import AlikeBatches
 from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
+from espalier.engine.lengths import AlikeBatches
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor

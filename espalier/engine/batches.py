@@ -22,6 +22,7 @@ from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import send_rows
 from espalier.device import moved
 from espalier.engine.collation import hangs_together
+from espalier.engine.lengths import all_alike
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -251,8 +252,12 @@ class Batches:
             held = [part for whole in held for part in _chunks(whole, n)]
         return held
 
-    def _gathered(self, rows: Any) -> tuple[Any, list[int]]:
-        """The global batch, and how many of its rows each rank has given."""
+    def _gathered(self, rows: Any, pads: bool = True) -> tuple[Any, list[int]]:
+        """The global batch, and how many of its rows each rank has given.
+
+        Args:
+            pads: where ranks have padded each to a length of its own, pad to the longest.
+        """
         mesh = self.mesh
         if mesh.is_dry:
             size = _rows_of(rows) * self.readers
@@ -268,6 +273,8 @@ class Batches:
             return None, []
         forms = {d for n, d in said if n != _EXHAUSTED}
         shared = self._by_place(counts)
+        if pads and len(forms) > 1 and _RAGGED not in counts:
+            return self._gathered(all_alike(rows, mesh), pads=False)
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
             self._refuse(rows)
         if _EXHAUSTED in counts:

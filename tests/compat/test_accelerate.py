@@ -160,6 +160,36 @@ class Collator:
         return {name: torch.tensor(column) for name, column in columns.items()}
 
 
+def lengths_of_calls(rank: int, world: int) -> None:
+    """What ranks give a model, with labels, is padded to the longest of all; without, it is refused."""
+    from espalier.compat.torch import DistributedDataParallel
+
+    rows = [[(i + j) % 8 for j in range(1 + 3 * i % 5)] for i in range(12)]
+    for side in ("right", "left"):
+        found = []
+        for plan in (None, {"data": 2}, {"data": 2, "zero": 3}):
+            with afresh(), warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                net, collate, losses = Tagger().double(), Collator(side), []
+                model: Any = net if plan is None else DistributedDataParallel(net, plan=plan)
+                optimizer = torch.optim.Adam(model.parameters(), 0.1)
+                for start in range(0, 12, 4):
+                    some = rows[start : start + 4]
+                    batch = collate(some if plan is None else some[2 * rank : 2 * rank + 2])
+                    optimizer.zero_grad()
+                    loss = model(**batch)[0]
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(float(loss.detach()))
+            found.append(losses)
+            assert plan is None or any("padded to the longest of all ranks" in str(x.message) for x in told)
+        for more in found[1:]:
+            assert max(abs(a - b) for a, b in zip(found[0], more, strict=True)) < 1e-12, found
+    pooled = DistributedDataParallel(nn.Embedding(9, 6), plan={"data": 2})
+    with pytest.raises(ValueError, match="pad to one length"):
+        pooled(collate(rows[rank : rank + 1])["input_ids"])
+
+
 def lengths(rank: int, world: int) -> None:
     """Each rank's collator pads to its own longest row: they are as if one had collated all."""
     from espalier.compat.accelerate import Accelerator
@@ -405,6 +435,7 @@ def test_two_optimizers_of_one_model(ranks: Any) -> None:
 
 def test_rows_of_several_lengths(ranks: Any) -> None:
     ranks(2, lengths)
+    ranks(2, lengths_of_calls)
 
 
 def test_what_is_asked_of_it(ranks: Any) -> None:

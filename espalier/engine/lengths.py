@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from espalier.comm.control import gather_objects
 from espalier.mesh import Mesh
+from espalier.tensor.observers import user_frame
 
 # what is known of padding, by a part of the name that Hugging Face's collators give; None: the tokenizer says
 _PADS: Mapping[str, int | None] = MappingProxyType(
@@ -58,23 +60,74 @@ def alike(batch: Any, mesh: Mesh, collate: Any = None, models: list[Any] | None 
     """
     if not isinstance(batch, Mapping):
         return batch
-    lengths = {name: x.shape[1] for name, x in batch.items() if _value(name, x) is not False}
-    of_all = gather_objects(lengths, mesh)
-    longest = {name: max(of.get(name, 0) for of in of_all) for name in lengths}
-    if all(of == longest for of in of_all):
-        return batch
-    if not any(_MASK in name for name in batch) and any("input_ids" in name for name in lengths):
+    lengths = _lengths(batch)
+    longest = _longest(lengths, gather_objects(lengths, mesh))
+    return batch if longest == lengths else _lengthened(batch, longest, _tokenizer(collate), models or [])
+
+
+def all_alike(rows: Any, mesh: Mesh) -> Any:
+    """The same of every dict in what a rank gives a model, with a warning (a collective); None: it has none.
+
+    Where labels are among it the loss is the model's. Else it stays as it is: whoever makes a loss of
+    outputs has labels of the batch's own length. What pads is the number where masks are 0, on the side
+    where they are, or else 0 on the right.
+    """
+    own = None if rows is None else [_lengths(batch) for batch in _mappings(rows)]
+    of_all = [of for of in gather_objects(own, mesh) if of is not None]
+    if own is None or any(len(of) != len(own) for of in of_all):
+        return rows
+    if not any("labels" in str(name) for batch in _mappings(rows) for name in batch):
+        return rows
+    longest = iter([_longest(lengths, of) for lengths, *of in zip(own, *of_all, strict=True)])
+
+    def padded(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            most = next(longest)
+            x = {name: padded(part) for name, part in x.items()}
+            return x if most == _lengths(x) else _lengthened(x, most, None, [])
+        return type(x)(map(padded, x)) if type(x) in (tuple, list) else x
+
+    warnings.warn(
+        "Ranks give the model batches of several lengths, each padded to its own longest row: they are "
+        "padded to the longest of all ranks, and outputs that have a length are as long. This takes messages "
+        "in each step: pad to one length in the collator (max_length=, or pad_to_multiple_of=).",
+        stacklevel=user_frame()[0],
+    )
+    return padded(rows)
+
+
+def _mappings(x: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(x, Mapping):
+        yield x
+        x = tuple(x.values())
+    if type(x) in (tuple, list):
+        for part in x:
+            yield from _mappings(part)
+
+
+def _lengths(batch: Mapping[Any, Any]) -> dict[str, int]:
+    return {name: x.shape[1] for name, x in batch.items() if _value(name, x) is not False}
+
+
+def _longest(lengths: Mapping[str, int], of_all: list[dict[str, int]]) -> dict[str, int]:
+    return {name: max(of.get(name, 0) for of in of_all) for name in lengths}
+
+
+def _lengthened(batch: Any, longest: Mapping[str, int], tokenizer: Any, models: list[Any]) -> Any:
+    masks = [x for name, x in batch.items() if _MASK in str(name)]
+    if not masks and any("input_ids" in name for name in longest):
         return batch  # nothing would tell that it is padding
-    tokenizer = _tokenizer(collate)
     is_left = getattr(tokenizer, "padding_side", "right") == "left"
+    if tokenizer is None:
+        is_left = any(x.ndim == 2 and not bool(x[:, 0].all()) for x in masks)
     padded = copy.copy(batch)
     for name, most in longest.items():
         x, value = batch[name], _value(name, batch[name])
         more = most - x.shape[1]
         if value is None:
-            value = _pad_id(tokenizer, models or [], batch, name)
+            value = _pad_id(tokenizer, models, batch, name)
         around = (more, 0) if is_left else (0, more)
-        padded[name] = F.pad(x, (*(0, 0) * (x.ndim - 2), *around), value=value)  # type: ignore[index]
+        padded[name] = F.pad(x, (*(0, 0) * (x.ndim - 2), *around), value=value)
     return padded
 
 
