@@ -561,8 +561,9 @@ class Trainer(transformers.Trainer):
         if state_dict is None and self._laid_out is not None:
             state_dict = self._laid_out.engine.state_dict()
         model: Any = self.model
-        with _telling(model, state_dict or {}) if self._brings("_save") else nullcontext():
-            super()._save(output_dir, state_dict)
+        if self.args.should_save:  # a package's own may not ask, and all ranks would write one file
+            with _telling(model, state_dict or {}) if self._brings("_save") else nullcontext():
+                super()._save(output_dir, state_dict)
         self._wait()
 
     def _brings(self, method: str) -> bool:
