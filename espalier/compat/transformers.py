@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -561,9 +562,11 @@ class Trainer(transformers.Trainer):
         if state_dict is None and self._laid_out is not None:
             state_dict = self._laid_out.engine.state_dict()
         model: Any = self.model
-        if self.args.should_save:  # a package's own may not ask, and all ranks would write one file
-            with _telling(model, state_dict or {}) if self._brings("_save") else nullcontext():
-                super()._save(output_dir, state_dict)
+        if self._brings("_save"):  # it may ask the model, so all ranks go, and one writes where all would
+            with _telling(model, state_dict or {}), TemporaryDirectory() as elsewhere:
+                super()._save(output_dir if self.args.should_save else elsewhere, state_dict)
+        else:
+            super()._save(output_dir, state_dict)
         self._wait()
 
     def _brings(self, method: str) -> bool:

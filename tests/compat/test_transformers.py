@@ -401,6 +401,7 @@ class Preferring(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Of a part of the model, without what it is told of states."""
         os.makedirs(str(output_dir), exist_ok=True)
+        assert float(next(iter(self.model.parameters())).detach().sum()) != 0.0  # of all ranks
         torch.save(self.model.layers.state_dict(), f"{output_dir}/own-{self.args.process_index}.pt")
 
 
