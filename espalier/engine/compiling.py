@@ -15,7 +15,6 @@ from espalier.engine.selective import Policy, Tracing, keep_products
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline.record import caching
-from espalier.tensor import compile as compile_region
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
 
@@ -72,7 +71,6 @@ def compile_blocks(
     """
     if configs := caching(model.modules()):
         around(model, partial(_without_caches, configs))
-    by: Callable[..., Any] = compile_forward if plan.zero == 3 or recomputed else compile_region
     names = {model.get_submodule(name): name for name, kind in recomputed.items() if kind == "selective"}
     policy = policy or keep_products
     compiler = partial(compiler_of_blocks, backend, plan.async_tensor_parallel)
@@ -80,7 +78,7 @@ def compile_blocks(
     alike = Alike(compiler(), asking)
     for block in blocks:
         if block not in names:
-            by(block, backend=alike.of_region(), fullgraph=False)
+            compile_forward(block, alike.of_region(), fullgraph=False)
     keeping = [names[block] for block in blocks if block in names]
     alike_too = Alike(compiler(partial(Tracing, policy)), asking)
     regions = {name: compile_forward(model.get_submodule(name), alike_too.of_region()) for name in keeping}

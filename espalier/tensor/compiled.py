@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.fallback import writes
 from espalier.tensor.loans import await_values
+from espalier.tensor.names import made_in
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.ring_rewriting import RingRewriting
@@ -50,6 +52,7 @@ from espalier.tensor.surroundings import (
 )
 from espalier.tensor.ways import Ways
 from espalier.torch_private import (
+    HOOKS,
     aot_eager,
     compile_call,
     compiler,
@@ -160,8 +163,20 @@ class Recorder(TorchFunctionMode):
             self.graph.call_function(set_grad_enabled, (self._first_grad,))
         self.graph.output(tuple(outputs))
         self.graph.erase_node(self._start)
+        self._drop_unused()
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _drop_unused(self) -> None:
+        """Take out inputs that the graph does nothing with: their gradients would be zeros, and not none.
+
+        Keys stay, as each is drawn.
+        """
+        nodes = self.graph.find_nodes(op="placeholder")
+        stay = [bool(node.users) or isinstance(s, Key) for node, s in zip(nodes, self.sources, strict=True)]
+        for node in compress(nodes, map(operator.not_, stay)):
+            self.graph.erase_node(node)
+        self.sources, self._versions = [*compress(self.sources, stay)], [*compress(self._versions, stay)]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -718,8 +733,7 @@ class _Variant:
             if what == "computed":
                 outs.append(results[which] if layout is None else stamp(results[which], layout))
             elif what == "source":
-                source = self._sources[which]
-                outs.append(leaves[source] if type(source) is int else source.get())
+                outs.append(leaves[which] if type(which) is int else which.get())
             else:
                 outs.append(which)
         return unflatten(outs, self._form)
@@ -772,6 +786,8 @@ def _record(
     try:
         if recorder.refused is not None:
             raise recorder.refused
+        if not fullgraph:
+            _refuse_hooks(owner)
         _refuse_changes(guards, owner, given, places)
         numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
         outputs += [_output(x, recorder, numbers, positions) for x in results]
@@ -786,9 +802,8 @@ def _record(
     with apart:
         compiled = backend(module, [_example(source, entered) for source in recorder.sources])
     for i, (what, which, _) in enumerate(outputs):
-        source = recorder.sources[which] if what == "source" else None
-        if type(source) is int:
-            results[i] = leaves[source]
+        if what == "source" and type(which) is int:
+            results[i] = leaves[which]
     variant = _Variant(compiled, recorder, guards, outputs, out_form, given)
     return variant, unflatten(results, out_form)
 
@@ -810,7 +825,7 @@ def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], positions: dict
         return ("constant", x, None)
     node = recorder.node(x)
     if node in numbers:
-        return ("source", numbers[node], None)
+        return ("source", recorder.sources[numbers[node]], None)
     # what a graph gives is no loan: its source is not there to be told of writes
     layout: Layout | None = x._layout.own if type(x) is DTensor else None
     return ("computed", positions.setdefault(node, len(positions)), layout)
@@ -824,6 +839,18 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
     with raw():
         like = torch.empty_strided(tuple(x.shape), _stride(x), dtype=x.dtype, device=x.device)
         return like.requires_grad_(x.requires_grad)
+
+
+def _refuse_hooks(owner: Any) -> None:
+    """Raise if modules within have hooks of the program's, of which a graph has what they do to tensors."""
+    modules = owner.named_modules() if isinstance(owner, torch.nn.Module) else ()
+    for name, module in modules:
+        hooks = [hook for table in HOOKS for hook in module.__dict__[table].values()]
+        if name and not all(made_in(hook, "torch", "espalier") for hook in hooks):
+            raise Refused(
+                f"espalier.compile: {name} has hooks, which run when the region is recorded and not again. "
+                "Put them on the region itself, or take them away."
+            )
 
 
 def _refuse_changes(

@@ -44,7 +44,10 @@ class Block(nn.Module):
         self.place, self.looks = place, looks
         self.up, self.norm, self.dropout = nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: Cache | None = None, states: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of an encoder's states it does nothing: what made them has no gradients, and is not decayed."""
         y = self.dropout(self.norm(self.up(x)))
         if self.looks and y.abs().max() > 1e3:  # no graph has both ways
             y = y / 2
@@ -58,16 +61,17 @@ class Model(nn.Module):
 
     def __init__(self, looks: bool = False) -> None:
         super().__init__()
+        self.encoder = nn.Linear(WIDE, WIDE)
         self.blocks = nn.ModuleList(Block(i, looks) for i in range(2))
         self.config = SimpleNamespace(use_cache=True)
 
     def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> SimpleNamespace:
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = Cache() if use_cache else None
-        views = []
+        views, states = [], self.encoder(x)
         for view in (x, x.flip(1)):
             for block in self.blocks:
-                view = block(view, cache)
+                view = block(view, cache, states)
             views.append(view)
         loss = (views[0] - views[1].cos()).square().mean()
         return SimpleNamespace(loss=loss, cache=cache)
@@ -129,6 +133,17 @@ def test_a_cache_is_filled_at_each_call() -> None:
     assert len(words) == 2 and all("use_cache=False" in text for text in words)  # one of each block
     engine.train_step({"x": rows(9)})
     assert backend.count == 2
+
+
+def test_hooks_see_each_call() -> None:
+    torch.manual_seed(0)
+    net, seen = Model().double(), list[str]()
+    for name, module in net.named_modules():
+        if name in ("blocks.0", "blocks.1.norm"):
+            module.register_forward_hook(lambda module, args, output, name=name: seen.append(name))
+    with pytest.warns(UserWarning, match="norm has hooks"):
+        trained(net, {"data": 1}, Counting())
+    assert seen.count("blocks.0") == seen.count("blocks.1.norm") == 8
 
 
 def test_one_graph_or_an_error() -> None:
