@@ -69,7 +69,7 @@ def compile_blocks(
         recomputed: how blocks are recomputed, by name; those whose graphs do so themselves are taken out.
         policy: in place of :func:`~espalier.engine.selective.keep_products`.
     """
-    if configs := caching(model.modules()):
+    if blocks and (configs := caching(model.modules())):
         around(model, partial(_without_caches, configs))
     names = {model.get_submodule(name): name for name, kind in recomputed.items() if kind == "selective"}
     policy = policy or keep_products

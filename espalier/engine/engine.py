@@ -212,7 +212,7 @@ class Engine(Surface):
         """Compile each block of the model, as ``initialize(..., compile=backend)`` does.
 
         Raises:
-            ValueError: something in the blocks hangs on values or on hooks, and no graph can have it.
+            ValueError: the model has no blocks, or the plan leaves none.
         """
         self._compile(compilable(self.module, self.plan), backend)
 

@@ -123,7 +123,10 @@ def test_models_as_they_are(ranks: Any) -> None:
 def test_a_cache_is_filled_at_each_call() -> None:
     torch.manual_seed(0)
     net, backend = Model().double(), Counting()
+    *_, engine = trained(copy.deepcopy(net), {"data": 1}, False)
+    assert engine(x=rows(0)).cache is not None  # as the model has it
     *_, engine = trained(net, {"data": 1}, backend)
+    assert engine(x=rows(0)).cache is None
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
         for step in range(3):
