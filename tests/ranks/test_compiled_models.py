@@ -52,7 +52,7 @@ class Block(nn.Module):
         if self.looks and y.abs().max() > 1e3:  # no graph has both ways
             y = y / 2
         if cache is not None:
-            y = y + cache.update(y, self.place).mean(0)
+            y = cache.update(y, self.place)[-len(y) :]
         return x + y.tanh()
 
 
