@@ -791,6 +791,10 @@ def _record(
         _refuse_changes(guards, owner, given, places)
         numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
         outputs += [_output(x, recorder, numbers, positions) for x in results]
+        if not fullgraph:
+            pairs = zip(outputs, results, strict=True)
+            trained = {which for (what, which, _), x in pairs if what == "computed" and x.requires_grad}
+            _refuse_unequal(recorder, entered, {node for node, i in positions.items() if i in trained})
     except Refused as refused:
         if fullgraph:
             raise
@@ -831,14 +835,46 @@ def _output(x: Any, recorder: Recorder, numbers: dict[Any, int], positions: dict
     return ("computed", positions.setdefault(node, len(positions)), layout)
 
 
+def _given_by(source: Any, entered: list[Any]) -> torch.Tensor:
+    """An input of a graph that is no key."""
+    x: torch.Tensor = source.get() if type(source) is HolderSlot else entered[source]
+    return x
+
+
 def _example(source: Any, entered: list[Any]) -> torch.Tensor:
     """A plain tensor of the same kind as an input, for the tracer."""
     if type(source) is Key:
         return torch.zeros((), dtype=torch.int64)
-    x: torch.Tensor = source.get() if type(source) is HolderSlot else entered[source]
+    x = _given_by(source, entered)
     with raw():
         like = torch.empty_strided(tuple(x.shape), _stride(x), dtype=x.dtype, device=x.device)
         return like.requires_grad_(x.requires_grad)
+
+
+def _refuse_unequal(recorder: Recorder, entered: list[Any], wanted: set[fx.Node]) -> None:
+    """Raise if outputs that have gradients hang on different inputs that do.
+
+    Where a loss uses one of them alone, a graph, which is given zeros for the other, gives gradients of zero
+    to what that hangs on, and so weight decay; there are none without a graph.
+
+    Args:
+        wanted: the outputs that have gradients.
+    """
+    if len(wanted) < 2:
+        return
+    reached: dict[fx.Node, set[fx.Node]] = {}
+    for node in reversed(recorder.graph.nodes):
+        own = {node} & wanted
+        reached[node] = own.union(*(reached[user] for user in node.users))
+    for node, source in zip(recorder.graph.find_nodes(op="placeholder"), recorder.sources, strict=True):
+        if not node.users or type(source) is Key or not _given_by(source, entered).requires_grad:
+            continue
+        if reached[node] != wanted:
+            raise Refused(
+                f"espalier.compile: of the region's {len(wanted)} outputs that are trained, some hang on "
+                "other tensors than others. A graph gives gradients of zero where a loss does not use "
+                "one, and none is right. Let the module give one such output, or some that hang on the same."
+            )
 
 
 def _refuse_hooks(owner: Any) -> None:

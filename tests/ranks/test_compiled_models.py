@@ -149,6 +149,40 @@ def test_hooks_see_each_call() -> None:
     assert seen.count("blocks.0") == seen.count("blocks.1.norm") == 8
 
 
+class Aside(nn.Module):
+    """Gives what the next block makes use of, and of the last one nobody does: there are no gradients then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.aside = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + self.up(x * y).tanh(), self.aside(y)
+
+
+class Asides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Aside() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        y = x
+        for block in self.blocks:
+            x, y = block(x, y)
+        return SimpleNamespace(loss=x.square().mean())
+
+
+def test_no_gradients_of_outputs_that_nobody_uses() -> None:
+    torch.manual_seed(0)
+    net = Asides().double()
+    start = copy.deepcopy(net)
+    losses, values, _ = trained(copy.deepcopy(net), {"data": 1}, False)
+    with pytest.warns(UserWarning, match="outputs that are trained"):
+        given, found, _ = trained(net, {"data": 1}, Counting())
+    assert given == losses and all(torch.equal(found[name], x) for name, x in values.items())
+    assert torch.equal(values["blocks.1.aside.weight"], start.blocks[1].aside.weight)  # not decayed
+
+
 def test_one_graph_or_an_error() -> None:
     mesh = espalier.Mesh.single(("data",))
     block = Block(0, looks=True).double()
