@@ -150,7 +150,7 @@ def test_hooks_see_each_call() -> None:
 
 
 class Aside(nn.Module):
-    """Gives what the next block makes use of, and of the last one nobody does: there are no gradients then."""
+    """Gives what the next block makes use of, and of the last one nobody: there are no gradients then."""
 
     def __init__(self) -> None:
         super().__init__()
