@@ -208,12 +208,15 @@ class _Accelerator(accelerate.Accelerator):
 
     Attributes:
         together: so many batches of a loader that is prepared are one: those of ranks that share it.
+        drawn: what draws the batches of the last loader that was prepared, as the program made it.
     """
 
     together = 1
+    drawn: Any = None
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """As ever; of a loader of each rank's rows the batches are those of all ranks."""
+        self.drawn = data_loader.batch_sampler
         if self.together > 1:
             data_loader = _joined(data_loader, self.together)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -282,6 +285,11 @@ class _Batches(BatchSampler):
         self.sampler = getattr(batches, "sampler", batches)
         self.batch_size = getattr(batches, "batch_size", 1) * together
         self.drop_last = getattr(batches, "drop_last", False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)  # set_epoch, and states of samplers that have them
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = iter(self.batches)
@@ -459,16 +467,33 @@ class Trainer(transformers.Trainer):
             self.__dict__["get_train_dataloader"] = self._of_program(self.get_train_dataloader, together)
 
     def _of_program(self, make: Callable[..., Any], together: int) -> Callable[..., Any]:
-        """``get_train_dataloader`` of a program: it makes a loader of each rank's rows, as ever."""
+        """``get_train_dataloader`` of a program: it makes a loader of each rank's rows, as ever.
+
+        A batch sampler of its own kind decides which rows go together, so its batches are not joined: where
+        it has as many rows as the arguments say, the loader is made anew, with the rows of all ranks.
+        """
+        own, arguments = self.accelerator, self.args
+
+        def with_rows(rows: int, together: int, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            was = self._train_batch_size, arguments.per_device_train_batch_size
+            self._train_batch_size = arguments.per_device_train_batch_size = rows
+            own.together, own.drawn = together, None
+            try:
+                return make(*given, **options)
+            finally:
+                own.together = 1
+                self._train_batch_size, arguments.per_device_train_batch_size = was
 
         @wraps(make)
-        def made(*args: Any, **kwargs: Any) -> Any:
-            whole, self._train_batch_size = self._train_batch_size, self._train_batch_size // together
-            self.accelerator.together = together
-            try:
-                return make(*args, **kwargs)
-            finally:
-                self.accelerator.together, self._train_batch_size = 1, whole
+        def made(*given: Any, **options: Any) -> Any:
+            whole = self._train_batch_size
+            each, before = whole // together, torch.random.get_rng_state()
+            loader, drawn = with_rows(each, together, given, options), own.drawn
+            if type(drawn) is BatchSampler or getattr(drawn, "batch_size", None) != each:
+                return loader
+            torch.random.set_rng_state(before)
+            anew = with_rows(whole, 1, given, options)
+            return anew if getattr(own.drawn, "batch_size", None) == whole else loader
 
         return made
 

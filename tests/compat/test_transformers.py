@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import BatchSampler
 
 import espalier
 from espalier import Plan
@@ -283,6 +284,41 @@ def onward(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[f
     return trainer, [*losses, *seen.losses]
 
 
+class OneKind(BatchSampler):
+    """A batch of even rows in one epoch and of odd ones in the next, as sentence-transformers' have."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(range(18), batch_size, True)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [*range(self.epoch % 2, 18, 2)][: self.batch_size]
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Cut(BatchSampler):
+    """Four rows of an epoch, in batches that do not tell how many rows they have."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(range(18), 1, False)
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = 4 * self.epoch
+        return iter([[*range(first + i, first + i + self.rows)] for i in range(0, 4, self.rows)])
+
+    def __len__(self) -> int:
+        return 4 // self.rows
+
+
 def loaded(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[float]]:
     """A program's loaders, of each rank's rows as ever; a stream whose last batch has fewer rows."""
     trainer, losses = None, []
@@ -291,10 +327,11 @@ def loaded(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[f
         rows, options = trainer.args.train_batch_size, {"collate_fn": together}
         if which == 0:
             return torch.utils.data.DataLoader(Stream(), rows, **options)
-        cut = [list(range(i, min(i + rows, 18))) for i in range(0, 18, rows)]
-        return torch.utils.data.DataLoader(Points(), batch_sampler=cut, **options)
+        if which == 1:
+            return torch.utils.data.DataLoader(Points(), batch_sampler=OneKind(rows), **options)
+        return torch.utils.data.DataLoader(Points(), batch_sampler=Cut(rows), **options)
 
-    for which in range(2):
+    for which in range(3):
 
         class Own(kind):  # type: ignore[misc, valid-type]
             which_loader = which
