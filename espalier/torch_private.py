@@ -383,6 +383,26 @@ def call_as_written(module: torch.nn.Module) -> bool:
 
 # ---- those of optimizers, schedules and samplers
 
+_muon: Any = getattr(torch.optim, "_muon", None)
+
+
+def replace_muon(make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Let another function, made of torch's, update a group of Muon's; where parts lack, torch's own does."""
+    if all(hasattr(_muon, name) for name in ("muon", "_zeropower_via_newtonschulz", "_adjust_lr")):
+        _muon.muon = make(_muon.muon)
+
+
+def orthogonalized(matrix: torch.Tensor, *orders: Any) -> torch.Tensor:
+    """What Muon makes of a matrix of momenta, in bfloat16: by coefficients, steps and the least norm."""
+    of_matrix: torch.Tensor = _muon._zeropower_via_newtonschulz(matrix, *orders)
+    return of_matrix
+
+
+def muon_rate(rate: float, adjust: str | None, shape: torch.Size) -> float:
+    """The learning rate that Muon has for a matrix of that shape."""
+    adjusted: float = _muon._adjust_lr(rate, adjust, shape)
+    return adjusted
+
 
 def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has another step than its class, but for what torch's schedules put around it.

@@ -42,6 +42,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp,
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
 from espalier.tensor.loans import whole
 from espalier.tensor.modules import typed_conversion
+from espalier.tensor.muon import dealing
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import drawing_alike, true_seeds
 from espalier.tensor.rules import RULES
@@ -64,6 +65,7 @@ from espalier.torch_private import (
     noop_save_inputs,
     outside_transforms,
     raw,
+    replace_muon,
     same_score,
     torch_functions_on,
     version_of,
@@ -115,6 +117,7 @@ def install() -> None:
         wrap_door(door, _closed)
     open_transforms()
     install_steps()
+    replace_muon(dealing)
     install_attention()
     follow_compiler()
     shortcuts.install()
