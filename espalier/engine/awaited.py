@@ -11,6 +11,7 @@ inputs like these.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,6 +237,7 @@ class Awaited:
         self._source.check_inputs()
         captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
         self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
+        self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
             inner, parts = whole._step.args
@@ -272,6 +274,15 @@ class Awaited:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.value().__array__(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(full_tensor(self.value()), memo)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return full_tensor(self.value()).__dlpack__(**options)  # which torch.as_tensor asks for
+
+    def __dlpack_device__(self) -> Any:
+        return full_tensor(self.value()).__dlpack_device__()
 
     def __float__(self) -> float:
         return float(self.value())
@@ -494,7 +505,10 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 x._step.args[0]._is_used = True  # its method was called
     source = awaited[0]._source
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
-    return Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
+    made = Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
+    if source.has_gone_back and func not in _PARTS and not made._wants_grad():
+        return made.value()  # as metrics take it: a tensor
+    return made
 
 
 def _beside(x: Any) -> Any:
@@ -810,6 +824,7 @@ _SEVERAL = (
     "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
 )
 _SOUGHT_AWAITED = (torch.Tensor, Awaited)
+_PARTS = (getattr, operator.getitem)
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked
 _OF_EACH = frozenset("clone contiguous cpu double float mean squeeze sum to type view_as".split())

@@ -16,10 +16,12 @@ class Source(Protocol):
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
         is_own: whether these are this rank's own rows.
         device: this rank's.
+        has_gone_back: whether a loss made of it has.
     """
 
     is_whole: bool
     is_own: bool
+    has_gone_back: bool
 
     @property
     def device(self) -> torch.device: ...

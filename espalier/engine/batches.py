@@ -128,6 +128,12 @@ class Batches:
         axes = tuple(0 if a in self.axes else "R" for a in range(self.mesh.ndim))
         return Layout.of(self.mesh, axes, (self.axes, *((),) * (len(shape) - 1)), torch.Size(shape))
 
+    def is_cut_as(self, x: DTensor) -> bool:
+        """Whether a tensor on this or a larger mesh has this rank's rows of a batch."""
+        rows, layout = self._cut_by_rows(x.shape), x._layout.own
+        cut = [s for s, n in zip(rows.axes, self.mesh.shape, strict=True) if n > 1]
+        return bool(x.ndim) and cut == [s for s, n in zip(layout.axes, self.mesh.shape, strict=True) if n > 1]
+
     def _lengths(self, batch: Any) -> frozenset[int]:
         """How long the sequences of a batch are, if they are cut."""
         if self._context is None:

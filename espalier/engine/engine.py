@@ -41,6 +41,7 @@ from espalier.engine.checkpointing import (
     take_state,
 )
 from espalier.engine.compiling import compilable, compile_blocks
+from espalier.engine.counting import tell_libraries
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -78,6 +79,7 @@ from espalier.tensor.asked import apart
 from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
+from espalier.tensor.meshes import lie_in_each_stage
 from espalier.tensor.observers import user_frame
 from espalier.tensor.uncompiled import follow_compiler
 
@@ -106,6 +108,7 @@ class Engine(Surface):
         gives_whole_states: whether ``state_dict()`` of its optimizers has whole plain tensors on every rank
             (a collective), as that of an :class:`EngineModule`; else it has this rank's parts, as that of
             :attr:`module`.
+        gives_own_rows: whether what it has given is of this rank's rows alone.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Engine(Surface):
         self.steps = 0
         self.scaler = LossScaler(plan.precision.loss_scale) if plan.precision.scales else None
         self.guard: Guard | None = None
-        self.is_stepping = self.gives_whole_states = False
+        self.is_stepping = self.gives_whole_states = self.gives_own_rows = False
         self._arranged, self._policy, self._recomputed = arranged, recompute_policy, chosen(module, plan)
         kind: type[Passes] = Direct
         here = mesh
@@ -236,6 +239,7 @@ class Engine(Surface):
         if arrangement is None:
             return
         self.arrangement = arrangement
+        tell_libraries(self)
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
         data.gather_before(self._compiled)
@@ -332,7 +336,11 @@ class Engine(Surface):
             ValueError: these are not the rows of ``size``; or, on every rank, the ranks' batches do not fit
                 together.
         """
-        return self._call.batches.gathered(rows) if size is None else self._call.batches.local(rows, size)
+        batches = self._call.batches
+        batch = batches.gathered(rows) if size is None else batches.local(rows, size)
+        if self.plan.pipe > 1:
+            lie_in_each_stage(batch, self.mesh)
+        return batch
 
     def loader(
         self,
@@ -424,6 +432,8 @@ class Engine(Surface):
         (:class:`~espalier.engine.awaited.Awaited`), keeps what is made of it, and does it when the loss goes
         back. Under ``torch.no_grad()`` outputs are plain there.
         """
+        self.gives_own_rows |= rows == "own"
+        tell_libraries(self)
         return self.passes.outputs(dict(inputs) if isinstance(inputs, Mapping) else inputs, rows)
 
     def follow(self, x: torch.Tensor) -> None:
@@ -453,6 +463,7 @@ class Engine(Surface):
         Args:
             inputs: of the model, equal on all ranks: a dict (keywords), a tuple or list, or a tensor.
         """
+        tell_libraries(self)
         return self.passes.output(dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
     def generate(self, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:

@@ -51,6 +51,7 @@ from espalier.tensor.asked import Asked, apart, name_of, name_value
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
+from espalier.tensor.meshes import brought
 from espalier.tensor.observers import program_lines
 from espalier.torch_private import own_buffers, own_parameters, raw
 from espalier.trees import tree_map
@@ -285,10 +286,12 @@ class Staged(Passes):
         return Awaited(call)
 
     def _on_all_ranks(self, x: Any) -> Any:
-        """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not."""
+        """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not, and
+        what was made of them lies as they do."""
         if type(x) is not DTensor or x._layout.mesh is not self.mesh:
             return x
-        return cast(DTensor, x.detach()).full_tensor()
+        x, batches = cast(DTensor, x.detach()), self.call.batches
+        return brought(x, batches.mesh) if batches.is_cut_as(x) else x.full_tensor()
 
     def hide(self) -> None:
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
@@ -674,6 +677,8 @@ class _Copies:
                 for mine, new in tables:
                     for name, x in new.items():
                         value = mine.get(name)
+                        if isinstance(x, nn.Parameter) and value is not None:
+                            x.requires_grad_(value.requires_grad)  # the program may have frozen it
                         # what was deferred had the model's values; what has none here lies on other ranks
                         if x is not None and value is not None and not (x.is_meta or value.is_meta):
                             with torch.no_grad():

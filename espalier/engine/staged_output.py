@@ -81,6 +81,7 @@ class ModelRun:
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self.is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
+        self.has_gone_back = False
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for

@@ -110,6 +110,8 @@ def _entrance(func: Callable[..., Any]) -> Callable[..., Any] | None:
     names = {**func.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
     if names.get("torch") is torch and "overrides" in func.__code__.co_names:
         names["torch"] = _Unasking(torch)
+    if names.get("overrides") is torch.overrides:  # as in torch itself: torch._assert
+        names["overrides"] = _Unasking(torch.overrides)
     body = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body

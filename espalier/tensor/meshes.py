@@ -151,13 +151,19 @@ def seen_on(x: DTensor, mesh: Mesh) -> DTensor:
 #
 # Each rank finds a copy in its own stage, and what is made of it would lie in as many places as there are.
 # So each parameter beside copies has a place: the ranks of all stages that have it. A call computes with the
-# copy that this rank has, and what it gives lies in that place, on each rank the same.
+# copy that this rank has, and what it gives lies in that place, the same on each rank. So has a batch.
 
 
 def place_of(x: torch.Tensor) -> Mesh | None:
     """Where all ranks find a parameter beside copies; None of other tensors, which have but one place."""
     place: Mesh | None = x.__dict__.get("_place")
     return place
+
+
+def lie_in_each_stage(batch: Any, mesh: Mesh) -> None:
+    """Let all ranks find the rows that they have of a batch, as each stage has all of them."""
+    for x in _dtensors(batch):
+        x._place = mesh  # type: ignore[attr-defined]
 
 
 def as_all_find(

@@ -87,6 +87,22 @@ def test_a_look_leaves_no_traces() -> None:
     assert traces(net, x, seen) != before
 
 
+class Asserting(nn.Module):
+    """As models that may be traced do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert(x.shape[-1] == 8, "rows of 8")
+        return self.down(self.up(x).relu())
+
+
+def test_what_a_forward_asserts_is_no_obstacle() -> None:
+    assert infer(Asserting(), torch.ones(1, 8), 2)
+
+
 @pytest.mark.parametrize("tracked", [True, False])
 def test_a_look_at_one_row_takes_batch_norm(tracked: bool) -> None:
     """Which refuses to train on one."""

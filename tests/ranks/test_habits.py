@@ -265,10 +265,14 @@ def averages_of_weights(lay: Lay) -> list[Any]:
     model = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = lay(model, optimizer)
-    first = torch.optim.swa_utils.AveragedModel(model)
+    first, frozen = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+    for p in frozen.parameters():
+        p.detach_()
     out: list[Any] = []
     for step in range(3):
         loss = trained(model, optimizer, step)
+        for own, p in zip(frozen.parameters(), model.parameters(), strict=True):
+            own.mul_(0.9).add_(p.data, alpha=0.1)
         if step == 1:
             later = torch.optim.swa_utils.AveragedModel(
                 model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -286,7 +290,8 @@ def averages_of_weights(lay: Lay) -> list[Any]:
         model.load_state_dict(average.module.state_dict())
         out += [x.clone() for x in model.state_dict().values()]
         out.append(loss_of(average, step).item())
-    return out
+    model.load_state_dict(frozen.state_dict())
+    return [*out, *model.state_dict().values()]
 
 
 class Tempered(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import espalier
 
@@ -221,6 +222,45 @@ def on_four(rank: int, world: int) -> None:
                 optimizer.zero_grad()
             got = torch.tensor(out.detach().tolist(), dtype=torch.float64)
             assert (got - expected[here]).abs().max() < TOLERANCE, plan
+
+
+def counts(model: Any, optimizer: Any, loader: Any) -> list[Any]:
+    """As metrics keep them: in tensors of their own, of outputs and of a loader's rows."""
+    confusion, right, made = torch.zeros(3, 3, dtype=torch.long), torch.zeros(3, dtype=torch.long), []
+    total = torch.zeros(())
+    for x, y in loader:
+        out = model((2 * x).to(x.dtype))
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = out.argmax(-1)
+        assert isinstance(found, torch.Tensor) and isinstance(out.detach(), torch.Tensor)
+        confusion += torch.bincount(3 * y + found, minlength=9).reshape(3, 3)
+        right.add_(((found == y)[:, None] & (y[:, None] == torch.arange(3))).sum(0))
+        total += y.sum()
+        made.append(torch.as_tensor(loss, dtype=torch.float64).detach())
+    return [*confusion.flatten().tolist(), *right.tolist(), float(total), *map(float, made)]
+
+
+def counted(rank: int, world: int, plan: dict[str, int]) -> None:
+    rows = [torch.cat(x) for x in zip(*batches(), strict=True)]
+    expected: list[Any] | None = None
+    for of in (None, plan):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        loader: Any = DataLoader(TensorDataset(*rows), batch_size=7)
+        if of is not None:
+            net, optimizer, loader = espalier.prepare(net, optimizer, loader, plan=of)
+        given = counts(net, optimizer, loader)
+        expected = expected or given
+        assert given == pytest.approx(expected, abs=TOLERANCE), of
+
+
+@pytest.mark.parametrize("plan", [{"pipe": 2}, {"pipe": 2, "accumulate": 2}, {"pipe": 2, "data": 2}])
+def test_counts_of_a_loaders_rows(ranks: Any, plan: dict[str, int]) -> None:
+    ranks(2 * plan.get("data", 1), counted, plan)
 
 
 def test_looking_at_outputs_of_a_pipeline_changes_nothing(ranks: Any) -> None:

@@ -136,7 +136,7 @@ def warn(name: str, given: dict[str, Any]) -> None:
     warnings.warn(
         f"torch.distributed.{name} of a DTensor {effect}: its value is that of all ranks already, of the "
         "whole batch. Leave the call out, and a division by the number of ranks after it. Where a library "
-        "makes it, tell it not to: Metric(sync_on_compute=False) of torchmetrics, "
-        "VectorQuantize(sync_codebook=False). What is this rank's own is x.to_local().",
+        "makes it, tell it not to: VectorQuantize(sync_codebook=False). What is this rank's own is "
+        "x.to_local().",
         stacklevel=user_frame()[0],
     )
