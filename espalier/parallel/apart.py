@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from espalier.trees import leaves
 _SCALES = (1e-3, 1.0, 1e3, 1e-1, 10.0, 1.0)
 """Of the gradients of the steps that are tried: a limit of a norm lies somewhere between."""
 _ROUNDING = 0.02  # of how far a parameter has come
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def shadow_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -206,7 +205,14 @@ def _clipping_alike(way: Way) -> Way:
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes that its class has beside those of every optimizer."""
-    return {name: x for name, x in vars(optimizer).items() if name not in _OF_TORCH and not callable(x)}
+    others = _of_every_optimizer()
+    return {name: x for name, x in vars(optimizer).items() if name not in others and not callable(x)}
+
+
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """The attributes that each optimizer has. Torch's first one imports its compiler: not before it is asked."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
