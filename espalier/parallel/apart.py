@@ -211,7 +211,7 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @cache
 def _of_every_optimizer() -> frozenset[str]:
-    """The attributes that each optimizer has. Torch's first one imports its compiler: not before it is asked."""
+    """The attributes that each optimizer has; when it is asked, as torch's first one imports its compiler."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
