@@ -426,9 +426,9 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def keeps_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+def keeps_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it may have hooks: ``torch.optim.Optimizer`` has made it, or restored it."""
-    return "_optimizer_step_pre_hooks" in vars(optimizer)
+    return {"_optimizer_step_pre_hooks", "_optimizer_load_state_dict_post_hooks"} <= vars(optimizer).keys()
 
 
 def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:

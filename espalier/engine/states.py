@@ -13,7 +13,7 @@ from espalier.comm.control import gather_objects
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.several import parts_of
+from espalier.parallel.several import inner_of, parts_of
 from espalier.tensor import DTensor, lay_out, redistribute
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.dtensor import is_sparse
@@ -63,7 +63,8 @@ def lay_out_states(
                     is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
                     if is_plain and x.ndim and x.shape == p.shape:
                         state[name] = lay_out(x, p._layout)
-        for part in parts_of(optimizer):
+        parts = parts_of(optimizer)
+        for part in (*parts, *filter(None, map(inner_of, parts))):  # which may answer for it
             if has_masters:
                 _keep_precision(part)
             meet_others_states(part)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from espalier.torch_private import keeps_step_hooks
+from espalier.torch_private import keeps_hooks
 from espalier.trees import instances_of
 
 State = dict[str, Any]
@@ -110,16 +110,36 @@ def as_one(optimizers: Optimizers) -> torch.optim.Optimizer:
     for part in parts:
         if not isinstance(part, torch.optim.Optimizer):
             raise TypeError(f"Expected optimizers of torch.optim, got {type(part).__name__} among them.")
-        if not keeps_step_hooks(part):  # one around another, which never called ours
+        if not keeps_hooks(part):  # one around another, which never called ours
             step = type(part).step
             torch.optim.Optimizer.__setstate__(part, {})
             if type(part).step is not step:  # others of this class have no hooks that it would call
                 type(part).step = step  # type: ignore[method-assign]
+            _share_state(part)
     if not parts:
         raise ValueError(
             "Expected an optimizer or a list of them, got an empty list. To evaluate only, give None."
         )
     return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer of the same groups that one is around."""
+    held = (x for x in vars(optimizer).values() if isinstance(x, torch.optim.Optimizer))
+    return next((x for x in held if x.param_groups is optimizer.param_groups), None)
+
+
+def _share_state(outer: torch.optim.Optimizer) -> None:
+    """Let one around another that has no states of its own have the other's, as all that there are."""
+    inner = inner_of(outer)
+    if inner is None or outer.state or outer.state is inner.state:
+        return
+
+    def share(inner: torch.optim.Optimizer) -> None:
+        outer.state = inner.state
+
+    share(inner)
+    inner.register_load_state_dict_post_hook(share)  # which gives it another
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

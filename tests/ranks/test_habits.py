@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -513,6 +514,35 @@ def optimizers_around_others(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
 
 
+class Outer(Lookahead):
+    """Has hooks of steps alone, and states that it never uses (timm's)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        super().__init__(inner)
+        self.state = defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+def optimizers_that_answer_for_others(lay: Lay) -> list[Any]:
+    model, out = net(), []
+    model, optimizer = lay(model, Outer(torch.optim.Adam(model.parameters(), 0.1)))
+    for step in range(4):
+        out.append(trained(model, optimizer, step).item())
+        states = optimizer.state_dict()
+        out += [states["state"][i]["exp_avg"].sum() for i in range(6)]
+        assert not any(isinstance(x, espalier.DTensor) for x in states["state"][0].values())
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(states))
+    return [*out, *model.parameters()]
+
+
 def spread_out(x: torch.Tensor) -> torch.Tensor:
     return (x - x.mean(0)) / (x.std(-1, keepdim=True) + 0.1)
 
@@ -673,6 +703,7 @@ PROGRAMS = (
     parameters_given,
     optimizers_of_a_part,
     optimizers_around_others,
+    optimizers_that_answer_for_others,
     weights_as_a_vector,
     weights_put_aside,
     transforms_of_the_model,
@@ -688,6 +719,7 @@ PROGRAMS = (
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
+AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
     losses_of_torchscript,
     sparse_graphs,
@@ -747,7 +779,7 @@ def compare(program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]]
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         plans = (*PLANS, *STAGES) if program in STAGED else PLANS
-        if program is optimizers_around_others:  # it has an optimizer update stand-ins of what it holds
+        if program in AROUND:  # they have an optimizer update stand-ins of what it holds
             plans = tuple(plan for plan in plans if "offload" not in plan)
         compare(program, [(plan, {}) for plan in plans])
 
