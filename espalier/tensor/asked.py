@@ -134,8 +134,10 @@ class Asked(Watcher):
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Let what a call of the program gives lie where all ranks find it, and note what it is made of."""
+        if self._depth:
+            return go()
         given = tensors_in((args, kwargs))
-        if self._depth or not any(map(self._lies_in_stage, given)) or not called_by_program():
+        if not any(map(self._lies_in_stage, given)) or not called_by_program():
             return go()
         if self._is_of_own():
             return self._found(func, args, kwargs, go)

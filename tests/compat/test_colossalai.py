@@ -40,6 +40,7 @@ from espalier.compat.colossalai.trainer import Trainer, hooks
 from espalier.compat.colossalai.utils import share_of
 from tests.compat.migrated import PROGRAMS, migrate
 
+PRELOAD = ("sklearn.datasets",)  # the paper's program has its data from there, on each of eight ranks
 HOST = dict.fromkeys(("parameters", "gradients", "states"), "host")
 ON_CPU = {"model_config": {"tensor_placement_policy": "cpu"}}
 

@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,6 +80,27 @@ def name_of(function: Callable[..., Any]) -> str:
     """What to call a function in a report."""
     owner = getattr(function, "__objclass__", None) or getattr(function, "__module__", None)
     return f"{getattr(owner, '__name__', owner)}.{getattr(function, '__name__', function)}"
+
+
+class Call(NamedTuple):
+    """A call, as a report names it: written out only if it goes wrong, as nearly none does."""
+
+    function: Callable[..., Any]
+    sample: A
+    layouts: Sequence[Layout]
+
+    def __str__(self) -> str:
+        return f"{name_of(self.function)}{self.sample} on {', '.join(map(repr, self.layouts))}"
+
+
+class Laid(NamedTuple):
+    """A tensor of a call, likewise."""
+
+    name: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.name} as {self.layout}"
 
 
 def writes(function: Callable[..., Any]) -> bool:
@@ -274,7 +295,7 @@ def compare(
         assert out.shape == right.shape, f"output {k}: shape {tuple(out.shape)}, not {tuple(right.shape)}"
         assert out.dtype == right.dtype, f"output {k}: {out.dtype}, not {right.dtype}"
         if not of.shape_only:
-            agree(local, layout, right, f"output {k} as {layout}", right.dtype)
+            agree(local, layout, right, Laid(f"output {k}", layout), right.dtype)
         cotangent = wanted.cotangents[k]
         assert out.requires_grad == (cotangent is not None), (
             f"output {k}: requires_grad is {out.requires_grad}"
@@ -303,7 +324,7 @@ def compare(
             grad.as_subclass(torch.Tensor),
             grad._layout,
             right,
-            f"gradient of input {k} as {layouts[k]}",
+            Laid(f"gradient of input {k}", layouts[k]),
             min(dtype, right.dtype, key=lambda d: d.itemsize),
         )
 
@@ -315,11 +336,11 @@ class Agree:
     """
 
     def __init__(self) -> None:
-        self.call = ""
-        self._sums: dict[Any, list[tuple[torch.Tensor, torch.Tensor, str, torch.dtype, str]]] = {}
+        self.call: Call | None = None
+        self._sums: dict[Any, list[tuple[torch.Tensor, torch.Tensor, Laid, torch.dtype, Call | None]]] = {}
 
     def __call__(
-        self, local: torch.Tensor, layout: Layout, right: torch.Tensor, what: str, dtype: torch.dtype
+        self, local: torch.Tensor, layout: Layout, right: torch.Tensor, what: Laid, dtype: torch.dtype
     ) -> None:
         """Compare, now or later.
 
@@ -360,7 +381,7 @@ def same_place(a: Layout, b: Layout) -> bool:
     return firm[0] == firm[1] and a.cuts == b.cuts
 
 
-def close(given: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+def close(given: torch.Tensor, right: torch.Tensor, what: Laid, dtype: torch.dtype) -> None:
     """Equal but for rounding (where the call computes in float32, in that precision)."""
     if torch.equal(given, right):
         return
@@ -431,7 +452,7 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
             else:
                 combos = axis_layouts(xs, mesh, some, of.most if mesh.size() == 2 else of.most // 5, rng)
             for layouts in combos:
-                agree.call = f"{name_of(function)}{sample} on {', '.join(map(repr, layouts))}"
+                agree.call = Call(function, sample, layouts)
                 line = _tried(function, sample, layouts, values, wanted, of, generator, agree)
                 if line:
                     yield f"{agree.call}: {line}"
