@@ -9,7 +9,9 @@ broken off goes on.
 The bars: none is wrong, none hangs, 97 % are exact, every refusal says what to do.
 
     python benchmarks/zoo.py [--models PATTERN] [--plans PATTERN] [--sample K --seed N] [--only-failed]
-        [--write docs/zoo.md]
+        [--write docs/zoo.md | --compiled [BACKEND]]
+
+With --compiled the blocks of each model are compiled; the page is of what is not.
 """
 
 from __future__ import annotations
@@ -124,8 +126,9 @@ def pairs(models: str, plans: str) -> dict[str, list[str]]:
 class Runner:
     """Tries pairs on a pool of ranks, one after the other."""
 
-    def __init__(self, book: Book, timeout: float, folder: Path) -> None:
+    def __init__(self, book: Book, timeout: float, folder: Path, compile: bool | str = False) -> None:
         self.book, self.timeout, self.folder, self.version = book, timeout, folder, version()
+        self.compile = compile
         self.pool = Pool(timeout, preload=["tests.zoo", "transformers.modeling_utils"])
 
     def model(self, name: str, plans: Iterable[str]) -> None:
@@ -153,7 +156,7 @@ class Runner:
         """How a pair ended. What does not end in time gets three times as much before it counts as hung."""
         for patience in (1, 3):
             verdict = self.called(
-                world(plan), trial, name, PLANS[plan], kept, timeout=patience * self.timeout
+                world(plan), trial, name, PLANS[plan], kept, self.compile, timeout=patience * self.timeout
             )
             if verdict.end != "hung":
                 break
@@ -313,11 +316,14 @@ def main() -> int:
     parser.add_argument("--only-failed", action="store_true", help="run again what did not end exact")
     parser.add_argument("--any-version", action="store_true", help="results of other versions count too")
     parser.add_argument("--report", action="store_true", help="run nothing: show the results that are there")
-    parser.add_argument("--results", type=Path, default=ROOT / ".espalier" / "zoo.jsonl")
+    parser.add_argument("--results", type=Path, help="by default .espalier/zoo.jsonl, by backend")
+    parser.add_argument("--compiled", nargs="?", const="inductor", metavar="BACKEND", help="compile blocks")
     parser.add_argument("--jobs", type=int, default=1, help="pools of ranks that run at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a pair")
     parser.add_argument("--write", type=Path, help="the page")
     given = parser.parse_args()
+    if given.write is not None and given.compiled:
+        parser.error("--write: the page is of models that are not compiled; leave --compiled out")
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for said in filter(None, map(absent, GROUPS)):
@@ -326,7 +332,8 @@ def main() -> int:
     asked = [(model, plan) for model, plans in wanted.items() for plan in plans]
     if given.sample is not None:
         asked = random.Random(given.seed).sample(asked, min(given.sample, len(asked)))
-    book, now = Book(given.results), version()
+    file = "-".join(filter(None, ("zoo", given.compiled))) + ".jsonl"
+    book, now = Book(given.results or ROOT / ".espalier" / file), version()
     ready = given.any_version or given.only_failed
     run = [] if given.report else [
         pair for pair in asked
@@ -334,7 +341,7 @@ def main() -> int:
         or (old.version != now and not ready)
         or (given.only_failed and old.end not in ("exact", "unfit"))
     ]  # fmt: skip
-    tried(run, book, given.jobs, given.timeout)
+    tried(run, book, given.jobs, given.timeout, given.compiled or False)
     known = [book.last[pair] for pair in asked if pair in book.last]
     results, unfit = [r for r in known if r.end != "unfit"], [r for r in known if r.end == "unfit"]
     claims, held = bars(results)
@@ -348,7 +355,7 @@ def main() -> int:
     return 0 if held else 1
 
 
-def tried(run: Sequence[Pair], book: Book, jobs: int, timeout: float) -> None:
+def tried(run: Sequence[Pair], book: Book, jobs: int, timeout: float, compile: bool | str) -> None:
     """Try pairs, model by model, on so many pools at a time."""
     waiting: SimpleQueue[tuple[str, list[str]]] = SimpleQueue()
     by: dict[str, list[str]] = {}
@@ -359,7 +366,7 @@ def tried(run: Sequence[Pair], book: Book, jobs: int, timeout: float) -> None:
 
     def work() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            runner = Runner(book, timeout, Path(folder))
+            runner = Runner(book, timeout, Path(folder), compile)
             try:
                 while True:
                     runner.model(*waiting.get_nowait())

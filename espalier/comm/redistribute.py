@@ -51,6 +51,7 @@ _requires_grad, _is_leaf = getter("requires_grad"), getter("is_leaf")
 _grad_enabled = torch.is_grad_enabled
 _CONTIGUOUS = torch.contiguous_format
 _renamed: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default  # no view to autograd
+_STAY = frozenset([IDENTITY, SLICE, PAD, KEEP])  # what sends nothing
 LocalStep = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -66,6 +67,7 @@ class RedistributePlan:
         summed: the same, if also backward does nothing to data.
         cleared: forward leaves zeros here, backward does nothing to data.
         kinds: the operations of forward, on whatever rank.
+        sends: whether forward or backward sends anything, on whatever rank.
         unsummed: a reduction without gradient that the source still lacks.
     """
 
@@ -80,6 +82,7 @@ class RedistributePlan:
         "late",
         "mesh",
         "scale",
+        "sends",
         "summed",
         "sums",
         "sums_back",
@@ -103,7 +106,7 @@ class RedistributePlan:
             self.idle = self.cleared = False
             self.sums: tuple[int, ...] = ()
             self.summed: tuple[int, ...] = ()
-            self.sums_back = False
+            self.sums_back, self.sends = False, True
             self.forward = _across(src, dst)
             return
         steps = () if same_data(src, dst) else route(src, dst).steps
@@ -112,6 +115,7 @@ class RedistributePlan:
         back_src, back_dst = gradient_layout(dst), gradient_layout(src)
         back = () if same_data(back_src, back_dst) else route(back_src, back_dst).steps
         returns = any(not _idle(step) for step in back)
+        self.sends = any(step.operation not in _STAY and not _idle(step) for step in (*steps, *back))
         self.idle = not self.forward and not returns and self.scale is None
         busy = [step for step in steps if not _idle(step)]
         sums = all(s.operation == ALL_REDUCE and s.src.axes[s.axis] == "sum" for s in busy)

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
 from espalier.mesh.process import running_size, start
-from espalier.torch_private import backend_for, forget_groups, mesh_resources, root_mesh
+from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
 
 MAX_AXES = 8
 
@@ -269,7 +269,8 @@ class Mesh:
         if names == self.names:
             return self
         if self._device_mesh is not None and self.is_member:
-            return Mesh.from_torch(self._device_mesh[names])
+            with disable_modes():  # asked for while a program is traced: it is no part of that
+                return Mesh.from_torch(self._device_mesh[names])
         if names not in self._parts:
             here = [slice(None) if a in picked else c for a, c in enumerate(self.coordinate)]
             kept = _array(self.ranks, self.shape)[tuple(here)]

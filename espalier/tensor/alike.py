@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from espalier.comm.redistribute import RedistributePlan
 from espalier.mesh import Mesh
 from espalier.tensor.bucketing import said_of_graph
 from espalier.tensor.compiled import Backend, Bound, Slot, kinds, state
@@ -69,9 +70,12 @@ def _known_to_all(numbers: list[int], meshes: set[Mesh]) -> list[int]:
 
 
 def _meshes(graph: fx.Graph) -> set[Mesh]:
-    """The meshes on which a program may communicate."""
+    """The meshes on which a program may communicate: they are so on all ranks, or on none.
+
+    What a move only cuts, or sets to zero, it may do on some ranks alone.
+    """
     bound = [node.target.template for node in graph.nodes if type(node.target) is Bound]
-    told = leaves(bound, sought=())
+    told = [x for x in leaves(bound, sought=()) if not isinstance(x, RedistributePlan) or x.sends]
     meshes = [x if isinstance(x, Mesh) else getattr(x, "mesh", None) for x in told]
     return {mesh for mesh in meshes if isinstance(mesh, Mesh)}
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import espalier
 from espalier.models import build
+from espalier.torch_private import FakeTensorMode
 
 WIDE, TOLERANCE = 6, 1e-12
 PLANS: list[dict[str, Any]] = [
@@ -118,6 +119,28 @@ def models(rank: int, world: int) -> None:
 
 def test_models_as_they_are(ranks: Any) -> None:
     ranks(2, models)
+
+
+def programs_of_ranks(rank: int, world: int) -> None:
+    """The first rank keeps a gradient that lies on all, the others drop theirs: none sends anything."""
+    mesh = espalier.Mesh.from_env({"one": 1, "both": world})
+    with FakeTensorMode():  # what a tracer works with; a part of the mesh is none of that
+        part = mesh["both"]
+    assert part.ranks == tuple(range(world)) and part.coordinate == (rank,)
+    for plan in ({"tensor": 2}, {"tensor": 2, "sequence_parallel": True}):
+        losses = []
+        for backend in (False, "aot_eager"):
+            torch.manual_seed(0)
+            net = Model().double()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            engine = espalier.initialize(net, optimizer, plan, layouts={}, compile=backend)
+            torch.manual_seed(5)
+            losses.append([engine.train_step({"x": rows(step)}).item() for step in range(3)])
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < TOLERANCE
+
+
+def test_programs_of_ranks_differ_where_nothing_is_sent(ranks: Any) -> None:
+    ranks(2, programs_of_ranks)
 
 
 def test_a_cache_is_filled_at_each_call() -> None:

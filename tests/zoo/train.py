@@ -301,10 +301,12 @@ class Laid:
         loss_fn: LossFunction | None,
         plan: dict[str, Any],
         count: Callable[[Any], int] | None = None,
+        compile: bool | str = False,
     ) -> None:
         self.engine = espalier.initialize(
-            module, optimizer_of(module), plan, loss_fn=loss_fn, max_grad_norm=CLIP, count=count
-        )
+            module, optimizer_of(module), plan, loss_fn=loss_fn, max_grad_norm=CLIP, count=count,
+            compile=compile,
+        )  # fmt: skip
         self.predict, self.zero_grad = self.engine.predict, self.engine.zero_grad
         self.norms: list[float] = []
 
@@ -372,12 +374,13 @@ def laid(
     batches: Sequence[Batch],
     plan: dict[str, Any],
     count: Callable[[Any], int] | None = None,
+    compile: bool | str = False,
 ) -> Trained:
     """Train under a plan."""
     trainers: list[Laid] = []
 
     def trainer(module: nn.Module, loss_fn: LossFunction | None = None) -> Laid:
-        trainers.append(Laid(module, loss_fn, plan, count))
+        trainers.append(Laid(module, loss_fn, plan, count, compile))
         return trainers[-1]
 
     losses = _loop(of, model, own, batches, trainer)
@@ -410,8 +413,13 @@ def _loop(of: Case, model: nn.Module, own: bool, batches: Sequence[Batch], train
 # ---- under a plan
 
 
-def trial(rank: int, world: int, name: str, plan: dict[str, Any], file: Path) -> Verdict:
+def trial(
+    rank: int, world: int, name: str, plan: dict[str, Any], file: Path, compile: bool | str = False
+) -> Verdict:
     """Train under a plan, and compare with what the one process wrote down.
+
+    Args:
+        compile: as of :func:`espalier.initialize`.
 
     Raises:
         TrialError: it ended with an error.
@@ -421,12 +429,13 @@ def trial(rank: int, world: int, name: str, plan: dict[str, Any], file: Path) ->
         warnings.simplefilter("always")
         try:
             try:
-                verdict = _compared(of, plan, kept, None)
+                verdict = _compared(of, plan, kept, None, compile)
             except UnseenCountError:  # what its words ask for
-                verdict = _compared(of, plan, kept, rows_of)
+                verdict = _compared(of, plan, kept, rows_of, compile)
         except Exception as error:
             raise TrialError(refusal_or_failure(error)) from None
-    return Verdict(verdict.end, verdict.words, verdict.where, gathered_in(caught))
+    words = [verdict.words, *uncompiled_in(caught)]
+    return Verdict(verdict.end, "; ".join(filter(None, words)), verdict.where, gathered_in(caught))
 
 
 def gathered_in(caught: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
@@ -434,11 +443,20 @@ def gathered_in(caught: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
     return tuple(sorted({str(w.message).split()[0] for w in caught if issubclass(w.category, GatherWarning)}))
 
 
+def uncompiled_in(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """What was to be compiled, and runs as it is written."""
+    return sorted({text for w in caught if "uncompiled" in (text := str(w.message))})
+
+
 def _compared(
-    of: Case, plan: dict[str, Any], kept: dict[str, Any], count: Callable[[Any], int] | None
+    of: Case,
+    plan: dict[str, Any],
+    kept: dict[str, Any],
+    count: Callable[[Any], int] | None,
+    compile: bool | str,
 ) -> Verdict:
     model = _as_at(of, kept["start"])
-    found, right = laid(of, model, kept["own"], kept["batches"], plan, count), kept["end"]
+    found, right = laid(of, model, kept["own"], kept["batches"], plan, count, compile), kept["end"]
     if wrong := differences(found, right, kept["near"]):
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
         return Verdict("wrong", ", ".join(wrong[:6]) + more)
