@@ -721,6 +721,9 @@ def aot_eager(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
     whole = compiler("aot_eager")
 
     def compile(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        # kernels (backward of convolutions) give other strides than the tracer was told
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
         rewrite(module.graph)
         module.recompile()
         return boxed_nop(module, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,16 +18,15 @@ from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline.record import caching
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
+from espalier.tensor.observers import user_frame
 
 
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """The blocks of a model, each of which becomes one graph; of a block with experts what is beside these.
 
     How many rows go to an expert hangs on values, which no graph can have. Selective recomputation is done by
-    a graph itself, so what is recomputed so as one is one.
-
-    Raises:
-        ValueError: there are none, or the plan leaves none.
+    a graph itself, so what is recomputed so as one is one. Where there are none, or the plan leaves none, the
+    model runs as it is written, with a warning.
     """
     listed = blocks(model)
     for outer in (name for name, kind in chosen(model, plan).items() if kind == "selective"):
@@ -35,15 +35,19 @@ def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
         whole = model.get_submodule(outer)
         listed |= {outer: whole} if within and not stacks(whole) else {}
     parts = [part for block in listed.values() for part in _beside_experts(block)]
-    refused = (
-        (not listed, "the model has no list of blocks: espalier.compile(module) compiles what you name"),
-        (bool(listed) and not parts, "all of the model's blocks is experts, whose rows hang on values"),
-        (plan.pipe > 1, "a pipeline's stages run what a trace of the model says: expected pipe = 1"),
-        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels: expected tensor_mode = 1d"),
+    reasons = (
+        (not listed, "it has no list of blocks (espalier.compile(module) compiles what you name)"),
+        (bool(listed) and not parts, "all of its blocks is experts, whose rows hang on values"),
+        (plan.pipe > 1, "a pipeline's stages run what a trace of the model says (pipe = 1 has graphs)"),
+        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels (tensor_mode = 1d has graphs)"),
     )
-    wrong = [reason for is_so, reason in refused if is_so]
-    if wrong:
-        raise ValueError("compile: " + "; ".join(wrong) + ". Or leave compile out.")
+    if wrong := [reason for is_so, reason in reasons if is_so]:
+        warnings.warn(
+            f"compile: {type(model).__name__} runs as it is written, uncompiled: {'; '.join(wrong)}. "
+            "Leave compile out to say so.",
+            stacklevel=user_frame()[0],
+        )
+        return []
     return parts
 
 
@@ -81,7 +85,10 @@ def compile_blocks(
             compile_forward(block, alike.of_region(), fullgraph=False)
     keeping = [names[block] for block in blocks if block in names]
     alike_too = Alike(compiler(partial(Tracing, policy)), asking)
-    regions = {name: compile_forward(model.get_submodule(name), alike_too.of_region()) for name in keeping}
+    regions = {
+        name: compile_forward(model.get_submodule(name), alike_too.of_region(), fullgraph=False)
+        for name in keeping
+    }
     recompute_in_graphs(model, regions, plan.recompute_inputs, policy)
     for name in keeping:
         del recomputed[name]

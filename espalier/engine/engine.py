@@ -212,11 +212,7 @@ class Engine(Surface):
         self.passes.resize(accumulate)
 
     def compile(self, backend: str | Backend = "inductor") -> None:
-        """Compile each block of the model, as ``initialize(..., compile=backend)`` does.
-
-        Raises:
-            ValueError: the model has no blocks, or the plan leaves none.
-        """
+        """Compile each block of the model, as ``initialize(..., compile=backend)`` does."""
         self._compile(compilable(self.module, self.plan), backend)
 
     def _compile(self, blocks: Sequence[nn.Module], backend: str | Backend) -> None:

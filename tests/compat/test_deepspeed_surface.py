@@ -254,7 +254,7 @@ def test_timers() -> None:
 
 def test_compiled() -> None:
     """The blocks, if there are some: the same steps."""
-    with pytest.raises(ValueError, match="no list of blocks"):
+    with pytest.warns(UserWarning, match="no list of blocks"):
         engine({"optimizer": ADAM}).compile()
     found = []
     for compiles in (False, True):

@@ -21,6 +21,7 @@ PLANS: list[dict[str, Any]] = [
     {"data": 2, "zero": 3, "chunk_megabytes": 0.0005},
     {"tensor": 2},
     {"data": 2, "recompute": "full"},
+    {"data": 2, "recompute": "selective"},
 ]
 
 
@@ -141,6 +142,52 @@ def programs_of_ranks(rank: int, world: int) -> None:
 
 def test_programs_of_ranks_differ_where_nothing_is_sent(ranks: Any) -> None:
     ranks(2, programs_of_ranks)
+
+
+def whole_models(rank: int, world: int) -> None:
+    """Of a pipeline, and of a model without a list of blocks, nothing is compiled."""
+    torch.manual_seed(0)
+    net = Model().double()
+    with pytest.warns(UserWarning, match="Model runs as it is written.*pipeline's stages"):
+        espalier.initialize(net, None, {"pipe": 2}, compile="aot_eager")
+    with pytest.warns(UserWarning, match="Block runs as it is written.*no list of blocks"):
+        espalier.initialize(net.blocks[0], None, {"data": 2}, compile="aot_eager")
+
+
+def test_what_has_no_blocks_to_compile_runs_as_it_is_written(ranks: Any) -> None:
+    ranks(2, whole_models)
+
+
+class Sliding(nn.Module):
+    """What slides along one position lies otherwise than tracers are told, and is looked at in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slide = nn.Conv1d(WIDE, WIDE, 3, padding=3, groups=WIDE)
+        self.down = nn.Linear(5 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.slide(x.unsqueeze(1).transpose(1, 2))
+        return x + self.down(y.transpose(1, 2).flatten(1)).tanh()
+
+
+class Slides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sliding() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_what_lies_otherwise_than_tracers_are_told() -> None:
+    torch.manual_seed(0)
+    net = Slides().double()
+    expected, _, _ = trained(copy.deepcopy(net), {"data": 1}, False)
+    losses, _, _ = trained(net, {"data": 1}, "aot_eager")
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < TOLERANCE
 
 
 def test_a_cache_is_filled_at_each_call() -> None:

@@ -661,11 +661,7 @@ class DeepSpeedEngine(EngineModule):
         """Nothing gathered is kept after a pass."""
 
     def compile(self, backend: Any = "inductor", *args: Any, **kwargs: Any) -> None:
-        """Compile the model's blocks, collectives included; options of ``torch.compile`` have no effect.
-
-        Raises:
-            ValueError: no graph can have them under this plan.
-        """
+        """Compile the model's blocks, collectives included; options of ``torch.compile`` have no effect."""
         if not self._is_compiled:
             self.engine.compile(backend)
             self._is_compiled = True
