@@ -39,7 +39,7 @@ def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
         (not listed, "it has no list of blocks (espalier.compile(module) compiles what you name)"),
         (bool(listed) and not parts, "all of its blocks is experts, whose rows hang on values"),
         (plan.pipe > 1, "a pipeline's stages run what a trace of the model says (pipe = 1 has graphs)"),
-        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels (tensor_mode = 1d has graphs)"),
+        (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels (those of 1d do not)"),
     )
     if wrong := [reason for is_so, reason in reasons if is_so]:
         warnings.warn(
