@@ -29,6 +29,7 @@ from espalier.parallel import Plan
 from espalier.parallel.several import Optimizers, as_one
 from espalier.tensor.compiled import Backend
 from espalier.tensor.copies import run_as_written
+from espalier.tensor.modules import see_all_rows
 from espalier.tensor.observers import user_frame
 
 
@@ -100,6 +101,7 @@ def initialize(
         optimizer = as_one(optimizer)
         check_optimizer(optimizer, model, plan)
     _make_dense(model)
+    see_all_rows(model)
     _warn_of_compiled(model)
     to_compile = compilable(model, plan) if compile else []
     arranged = {"table": layouts, "branches": branches}

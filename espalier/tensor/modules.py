@@ -422,3 +422,21 @@ def _guessed(x: torch.Tensor, mesh: Mesh, placements: Sequence[Placement], input
         known.get((n, cut), n * math.prod(mesh.shape[a] for a in cut))
         for n, cut in zip(x.shape, grown.cuts, strict=True)
     ]
+
+
+class _OfAllRows(nn.SyncBatchNorm):
+    """Is as the layers that it was made of, as these see all rows here: on CPUs and without data, too."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.BatchNorm1d.forward(self, input)
+
+
+def see_all_rows(model: nn.Module) -> None:
+    """Let each ``SyncBatchNorm`` of a model leave it to layouts whose rows it sees; it keeps its class."""
+    for module in model.modules():
+        kind = type(module)
+        if not isinstance(module, nn.SyncBatchNorm) or issubclass(kind, _OfAllRows):
+            continue
+        # below what others (timm) derive of torch's, and before that
+        bases = (_OfAllRows,) if kind is nn.SyncBatchNorm else (kind, _OfAllRows)
+        module.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})

@@ -514,6 +514,33 @@ def optimizers_around_others(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
 
 
+class Acting(nn.SyncBatchNorm):
+    """As timm has it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def norms_that_are_synchronized(lay: Lay) -> list[Any]:
+    """Layers of programs for several ranks, made of batch norms, and a copy whose statistics are new."""
+    is_plain, out = lay is as_it_is, []  # on several ranks torch's own run on accelerators alone
+    first = nn.Sequential(nn.BatchNorm1d(8), nn.ReLU())
+    model: nn.Module = nn.Sequential(nn.Linear(6, 8), first, nn.Linear(8, 12), nn.BatchNorm1d(12), net(12))
+    if not is_plain:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        first[0], first[1] = Acting(8), nn.Identity()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        out.append(trained(model, optimizer, step).item())
+    assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 2 * (not is_plain)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(3)], average)
+    model.eval()
+    with torch.no_grad():
+        out += [loss_of(model, 3).item(), loss_of(average, 3).item()]
+    return [*out, *model.state_dict().values()]
+
+
 class Outer(Lookahead):
     """Has hooks of steps alone, and states that it never uses (timm's)."""
 
@@ -704,6 +731,7 @@ PROGRAMS = (
     optimizers_of_a_part,
     optimizers_around_others,
     optimizers_that_answer_for_others,
+    norms_that_are_synchronized,
     weights_as_a_vector,
     weights_put_aside,
     transforms_of_the_model,
@@ -715,6 +743,7 @@ PROGRAMS = (
     statistics_of_two_calls,
     sparse_graphs,
     averages_of_weights,
+    norms_that_are_synchronized,
     hooks_of_an_optimizer,
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
