@@ -274,6 +274,8 @@ def averages_of_weights(lay: Lay) -> list[Any]:
         loss = trained(model, optimizer, step)
         for own, p in zip(frozen.parameters(), model.parameters(), strict=True):
             own.mul_(0.9).add_(p.data, alpha=0.1)
+        states = [[x for x in m.state_dict().values() if x.is_floating_point()] for m in (frozen, model)]
+        torch._foreach_lerp_(*states, weight=0.2)
         if step == 1:
             later = torch.optim.swa_utils.AveragedModel(
                 model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)

@@ -422,6 +422,9 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
             continue
         if type(x) is DTensor and x._layout.mesh is not lay.mesh and not written:
             x = brought(x, lay.mesh)
+        if type(x) is not DTensor and not lay.mesh.is_member:  # of another stage
+            out.append(torch.empty(lay.local_shape, dtype=x.dtype, device="meta"))
+            continue
         layout = layout_of(x, lay.mesh)
         if layout is not lay and layout.shape == lay.shape and not same_data(layout, lay):
             if written:
