@@ -24,6 +24,7 @@ import torch
 from espalier.comm import all_reduce
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Hook, Source, hooked
+from espalier.engine.row_order import Beside, beside_rows, picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
@@ -159,6 +160,8 @@ class Awaited:
             constant = _constant(operator.getitem, self._source.form(), key)
             if constant is not _UNKNOWN:
                 return constant
+        if isinstance(key, tuple) and leaves([key], torch.Tensor) and picks(self._shapes(), key):
+            return _kept(picked, (self, key[1]), {})
         return self._part(_kept(operator.getitem, (self, key), {}))
 
     def _part(self, part: Any) -> Any:
@@ -235,8 +238,8 @@ class Awaited:
                 "weigh that (loss + penalty, weight * loss); or let the model's forward compute it."
             )
         self._source.check_inputs()
-        captured = [x for x in held if not x.ndim or x.shape[0] == self._source.rows()]
-        self._known = self._source.train(captured, partial(_replayed, self, [id(x) for x in captured]))
+        captured, beside = _of_rows(self, held)
+        self._known = self._source.train([*captured.values()], partial(_replayed, self, beside, [*captured]))
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
@@ -761,14 +764,30 @@ def _captured(of: Awaited) -> list[torch.Tensor]:
     return list({id(x): x for x in [*within, *tensors]}.values())
 
 
-def _replayed(of: Awaited, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]) -> Any:
+def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
+    """Those that micro-batches have parts of, by ``id``, with the batch's rows as their first dim."""
+    rows = of._source.rows()
+    by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
+    beside = Beside({}, {})
+    if len(by_row) < len(held) and not of._source.is_whole:
+        beside = beside_rows(of, rows, _CONSTANT)
+        by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.many, *beside.chosen}}
+    return by_row, beside
+
+
+def _replayed(
+    of: Awaited, beside: Beside, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]
+) -> Any:
     """What was kept, done on an output and the captured tensors' rows that belong to it."""
+    replacements = beside.as_used(dict(zip(ids, captured, strict=True)))
     try:
-        return _evaluated(of, dict(zip(ids, captured, strict=True)), {}, lambda: output, fresh=True)
+        return _evaluated(of, replacements, {}, lambda: output, fresh=True)
     except Exception as error:
         error.add_note(
             "This is the program's loss, which a pipeline computes on each micro-batch: on a part of the "
-            "output's rows, and of each tensor that has as many rows as the batch."
+            "output's rows, and of each tensor that has as many rows as the batch, or that meets them where "
+            "rows of the batch come first (output.view(-1, classes), targets.view(-1)). Keep that order, or "
+            "let the model's forward compute the loss; with accumulate = 1 any loss goes."
         )
         raise
 

@@ -1,0 +1,231 @@
+"""What a loss of a pipeline's output pairs with the output's rows, where these are no longer the first dim.
+
+``F.cross_entropy(logits.view(-1, classes), targets.view(-1))``: a micro-batch has some rows of the batch, and
+so some of the targets, of which a row has several. They can be cut if the first dim of what they meet goes
+through the rows one after the other, as it does after ``view``. That hangs on what was done with the output;
+where that is not known, nothing is said.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from espalier.trees import leaves
+
+_RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze".split())
+# of each number, or along the last dim
+_OF_EACH = frozenset(
+    "float double half bfloat16 to type clone detach neg abs exp log log1p sqrt square sigmoid logsigmoid "
+    "tanh relu softplus softmax log_softmax clamp".split()
+)
+_OF_DIM = frozenset("softmax log_softmax gather".split())
+_PAIRING = frozenset(
+    "add sub mul div truediv true_divide pow where eq ne lt le gt ge logical_and logical_or and_ or_ "
+    "masked_fill gather maximum minimum lerp".split()
+)
+_LOSSES = frozenset(
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
+    "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss soft_margin_loss multi_margin_loss "
+    "multilabel_soft_margin_loss multilabel_margin_loss picked".split()
+)
+_BY_CLASS = frozenset("cross_entropy nll_loss multi_margin_loss".split())  # what comes third has no rows
+
+
+_Way = int | torch.Tensor | None
+
+
+class Kept(Protocol):
+    """What is yet to be computed: the model's output, or a call that was kept."""
+
+    @property
+    def _step(self) -> Any: ...
+
+    def _shapes(self) -> Any: ...
+
+
+class Beside(NamedTuple):
+    """Tensors that a loss pairs with the output's rows, though they have not as many, by ``id``.
+
+    Attributes:
+        many: of those that have several numbers a row: how many.
+        chosen: of those that have numbers where a mask is true: the mask.
+    """
+
+    many: dict[int, int]
+    chosen: dict[int, torch.Tensor]
+
+    def by_rows(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """A tensor with the batch's rows as its first dim."""
+        if (mask := self.chosen.get(id(x))) is not None:
+            everywhere = x.new_zeros(mask.numel(), *x.shape[1:])
+            everywhere[mask.flatten()] = x
+            return everywhere.unflatten(0, (rows, -1))
+        return x.unflatten(0, (rows, -1)) if id(x) in self.many else x
+
+    def as_used(self, parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Parts of such tensors, as the program has the whole ones."""
+        flat = {**self.many, **self.chosen}
+        used = {key: x.flatten(0, 1) if key in flat else x for key, x in parts.items()}
+        for key, mask in self.chosen.items():
+            used[key] = used[key][used[id(mask)].flatten()]
+        return used
+
+
+def beside_rows(of: Kept, rows: int, constants: Sequence[str] = ()) -> Beside:
+    """What a loss pairs with the output's rows, but for tensors of as many rows.
+
+    Args:
+        of: the loss.
+        rows: of the batch.
+        constants: names of arguments that are not of rows.
+    """
+    walk = _Walk(type(of), rows, constants)
+    walk.see(of)
+    many = {key: many for key, many in walk.paired.items() if isinstance(many, int)}
+    chosen = {key: mask for key, mask in walk.paired.items() if isinstance(mask, torch.Tensor)}
+    of_rows = {key: m for key, m in chosen.items() if m.shape[0] == rows or id(m) in many}
+    return Beside(many, of_rows)
+
+
+def picked(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """``x[arange(len(x)), columns]`` of a matrix, each row by itself."""
+    places = torch.where(columns < 0, columns + x.shape[1], columns)
+    return x.gather(1, places.unsqueeze(1)).squeeze(1)
+
+
+def picks(shapes: Any, key: Any) -> bool:
+    """Whether an index picks one number of each row of a matrix: ``x[arange(len(x)), columns]``."""
+    if not (
+        isinstance(shapes, torch.Tensor) and shapes.ndim == 2 and isinstance(key, tuple) and len(key) == 2
+    ):
+        return False
+    if any(not isinstance(x, torch.Tensor) or x.dtype is not torch.long for x in key):
+        return False
+    index, columns = key
+    if index.shape != shapes.shape[:1] or columns.shape != index.shape:
+        return False
+    return torch.equal(index, torch.arange(len(index), device=index.device))
+
+
+class _Walk:
+    """Goes from a loss to the output.
+
+    Of what it meets it tells the *way*: how many numbers of the first dim there are for each row, if they go
+    through the rows in order; the mask that chose them from such ones; or None.
+    """
+
+    def __init__(self, kind: type[Any], rows: int, constants: Sequence[str]) -> None:
+        self.paired: dict[int, _Way] = {}
+        self._kind, self._rows, self._constants = kind, rows, constants
+        self._seen: dict[int, _Way] = {}
+
+    def see(self, of: Any) -> _Way:
+        """The way of what is yet to be computed."""
+        if id(of) not in self._seen:
+            self._seen[id(of)] = self._of_call(of) if of._step is not None else self._of_model(of)
+        return self._seen[id(of)]
+
+    def _of_shape(self, of: Any) -> int | None:
+        shapes = of._shapes()
+        is_cut = isinstance(shapes, torch.Tensor) and shapes.ndim and shapes.shape[0] % self._rows == 0
+        return shapes.shape[0] // self._rows if is_cut else None
+
+    def _of_model(self, of: Any) -> int | None:
+        """Of what the model gives: it may go through several numbers a row in any order."""
+        return 1 if self._of_shape(of) == 1 else None
+
+    def _of_call(self, of: Any) -> _Way:
+        name, first, others, options = _read(of._step, self._kind)
+        named = {key: x for key, x in options.items() if key not in self._constants}
+        sought = (self._kind, torch.Tensor)
+        found = leaves([[first, others, named]], sought, sought)
+        met = [x for x in found if isinstance(x, self._kind) and self._is_tensor(x)]
+        ways = {self.see(x) for x in met}
+        way = ways.pop() if len(ways) == 1 else None
+        ndim = next((x._shapes().ndim for x in met if isinstance(x._shapes(), torch.Tensor)), 0)
+        if _along_first(name, others, options, ndim):
+            way = None
+        chooses = self._chooses(name, others, met, way)
+        pairs = chooses or name in _PAIRING or name in _LOSSES
+        target = options.get("target", others[0] if others else None) if name in _BY_CLASS else None
+        for x in found:
+            if isinstance(x, self._kind) or not x.ndim or x.shape[0] == self._rows:
+                continue
+            fits = pairs and way is not None and x.shape[0] == self._length(way)
+            fits = fits and (name in _LOSSES or chooses or x.ndim == ndim)
+            known = way if fits and (target is None or target is x) else None
+            self.paired[id(x)] = known if self.paired.get(id(x), known) is known else None
+        if isinstance(first, self._kind) and _is_whole(of, self._kind):
+            return self._of_model(of)
+        if chooses:
+            return others[0]  # the mask
+        if isinstance(way, torch.Tensor):
+            return way if pairs or name in _OF_EACH else None
+        if way is None or name in _RESHAPES:
+            return None if way is None else self._of_shape(of)
+        if pairs or name in _OF_EACH or _keeps_first(name, others, ndim):
+            return way if self._of_shape(of) == way else None
+        return None
+
+    def _is_tensor(self, of: Any) -> bool:
+        """Not a size of one."""
+        return not isinstance(of._shapes(), int | float | tuple) or _is_whole(of, self._kind)
+
+    def _length(self, way: int | torch.Tensor) -> int:
+        return way * self._rows if isinstance(way, int) else int(way.sum())
+
+    def _chooses(self, name: str, others: Sequence[Any], met: Sequence[Any], way: _Way) -> bool:
+        """Whether it is ``x[mask]``, of a mask of the program's."""
+        if name != "getitem" or not isinstance(way, int) or not isinstance(others[0], torch.Tensor):
+            return False
+        mask, shapes = others[0], met[0]._shapes()
+        return mask.dtype is torch.bool and mask.ndim > 0 and shapes.shape[: mask.ndim] == mask.shape
+
+
+def _read(step: Any, kind: type[Any]) -> tuple[str, Any, list[Any], Mapping[str, Any]]:
+    """The name of the function or method, what it is of, and its other arguments."""
+    func, args = step.func, [*step.args]
+    if getattr(func, "__name__", "") == "_call" and args and isinstance(args[0], kind):
+        within = args[0]._step
+        if within is not None and within.func is getattr:
+            return str(within.args[1]), within.args[0], args[1:], step.kwargs
+    name = getattr(func, "__name__", "")
+    return name, args[0] if args else None, args[1:], step.kwargs
+
+
+def _is_whole(of: Any, kind: type[Any]) -> bool:
+    """Whether it is the model's output, or a part of it that has a name or a number."""
+    while of._step is not None:
+        func, args = of._step.func, of._step.args
+        if func not in (getattr, operator.getitem) or not isinstance(args[0], kind):
+            return False
+        if not isinstance(args[1], str | int):
+            return False
+        of = args[0]
+    return True
+
+
+def _along_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
+    """Whether a function of one dim goes along the first."""
+    dims = [x for x in (*others, *options.values()) if type(x) is int]
+    return name in _OF_DIM and any(x % ndim == 0 for x in dims if ndim)
+
+
+def _keeps_first(name: str, others: Sequence[Any], ndim: int) -> bool:
+    """Whether a call leaves the first dim as it is: a slice of others, or others' transposition."""
+    if name == "getitem" and others:
+        key = others[0] if isinstance(others[0], tuple) else (others[0],)
+        plain = all(x is None or x is Ellipsis or isinstance(x, slice | int) for x in key)
+        first = key[0] if key else None
+        reach = sum(x is not None and x is not Ellipsis for x in key)
+        return plain and (first == slice(None) if first is not Ellipsis else reach < ndim)
+    if name in ("transpose", "swapaxes", "permute"):
+        order = others[0] if others and isinstance(others[0], tuple | list) else others
+        if name == "permute":
+            return bool(order) and order[0] == 0
+        return len(order) == 2 and all(type(x) is int and x % ndim != 0 for x in order)
+    return False

@@ -1,0 +1,154 @@
+"""Losses whose targets have several numbers a row, in pipelines with micro-batches: those of one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+
+TOLERANCE = 1e-10
+CLASSES, ROWS, LENGTH = 8, 4, 6  # as many classes as tests of weights need to be mistaken for rows
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(6, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def viewed(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.view(-1, CLASSES), y.view(-1))
+
+
+def by_sizes(out: Any, y: torch.Tensor) -> torch.Tensor:
+    b, t, c = out.shape
+    return F.cross_entropy(out.view(b * t, c), y.view(b * t), ignore_index=1, label_smoothing=0.1)
+
+
+def shifted(out: Any, y: torch.Tensor) -> torch.Tensor:
+    logits, labels = out[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+
+def weighed(out: Any, y: torch.Tensor) -> torch.Tensor:
+    weight = torch.linspace(1, 2, CLASSES, dtype=torch.float64)
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), weight)
+
+
+def masked(out: Any, y: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(out.view(-1, CLASSES), y.view(-1), reduction="none")
+    return (each * (y.view(-1) > 2)).sum() / ROWS
+
+
+def one_hot(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return (out.view(-1, CLASSES).softmax(-1) - F.one_hot(y, CLASSES).view(-1, CLASSES)).square().mean()
+
+
+def gathered(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return -out.log_softmax(-1).view(-1, CLASSES).gather(1, y.view(-1, 1)).mean()
+
+
+def picked(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return -out.view(-1, CLASSES).log_softmax(-1)[torch.arange(y.numel()), y.view(-1)].mean()
+
+
+def picked_last(out: Any, y: torch.Tensor) -> torch.Tensor:
+    from_the_end = y[:, -1] - CLASSES
+    return -out[:, -1].log_softmax(-1)[torch.arange(len(y)), from_the_end].mean()
+
+
+def binary(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(out[..., 0].flatten(), (y.flatten() > 3).double())
+
+
+def chosen(out: Any, y: torch.Tensor) -> torch.Tensor:
+    mask = y > 3
+    return F.cross_entropy(out[mask], y[mask])
+
+
+def chosen_of_all(out: Any, y: torch.Tensor) -> torch.Tensor:
+    mask = (y % 3 == 0).view(-1)
+    return F.cross_entropy(out.reshape(-1, CLASSES)[mask], y.reshape(-1)[mask], reduction="sum") / mask.sum()
+
+
+def by_time(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.transpose(0, 1).reshape(-1, CLASSES), y.t().reshape(-1))
+
+
+LOSSES = (
+    viewed,
+    by_sizes,
+    shifted,
+    weighed,
+    masked,
+    one_hot,
+    gathered,
+    picked,
+    picked_last,
+    binary,
+    chosen,
+    chosen_of_all,
+)
+
+
+def numbers(losses: Sequence[Loss], plan: dict[str, Any] | None) -> dict[str, list[float]]:
+    """Of two steps for each loss, one after the other."""
+    torch.manual_seed(0)
+    model: Any = Tagger().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+    seen: dict[str, list[float]] = {}
+    for step in range(2 * len(losses)):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randint(CLASSES, (2, ROWS, LENGTH), generator=generator)
+        loss_of = losses[step // 2]
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.setdefault(loss_of.__name__, []).append(loss.item())
+    state = model.state_dict() if plan is None else model.engine.full_state_dict()
+    return seen | {name: x.flatten().tolist() for name, x in state.items()}
+
+
+def in_stages(rank: int, world: int, plan: dict[str, Any], *losses: Loss) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=espalier.GatherWarning)  # a mask of rows that are cut
+        found = numbers(losses, plan)
+    for name, expected in numbers(losses, None).items():
+        assert max(abs(a - b) for a, b in zip(found[name], expected, strict=True)) < TOLERANCE, (name, plan)
+
+
+def in_another_order(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match=r"batch_size(.|\n)*rows of the batch come first"):
+        numbers([by_time], {"pipe": 2, "accumulate": 2})
+    in_stages(rank, world, {"pipe": 2}, by_time)
+
+
+def test_targets_of_several_numbers_a_row(ranks: Any) -> None:
+    ranks(2, in_stages, {"pipe": 2, "accumulate": 2}, *LOSSES)
+
+
+def test_their_rows_are_shared(ranks: Any) -> None:
+    ranks(4, in_stages, {"data": 2, "pipe": 2, "accumulate": 2}, shifted, picked, chosen)
+
+
+def test_rows_that_do_not_come_first_are_told_of(ranks: Any) -> None:
+    ranks(2, in_another_order)
