@@ -30,8 +30,8 @@ WAITS = {
     "tensor/dry_runs.py:equal": "a copy of a model in stages is looked at when it is first called",
 }
 
-AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights")
-"""These have a BatchNorm(momentum=None), which asks how many batches it has seen."""
+AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights", "norms_that_are_synchronized")
+"""These have a BatchNorm(momentum=None), as update_bn makes it, which asks how many batches it has seen."""
 
 # this device has no sparse tensors; what torch compiles has a test of its own, what is gathered is warned of
 PROGRAMS = [
@@ -44,16 +44,18 @@ PROGRAMS = [
         habits.functions_of_torchscript,
         habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,
-        habits.optimizers_around_others,
+        *habits.AROUND,
     )
 ]
 AWAY: dict[str, Any] = {"offload": {"states": "host"}}
 ALL_AWAY = {"offload": dict.fromkeys(("states", "gradients", "parameters"), "host"), "recompute": "selective"}
 CUT_AWAY = {"data": 2, "zero": 3, "offload": {"states": "host", "parameters": "host"}}
+# the last keeps a copy of the model, which lies where its parameters do
+OF_DATA = (*habits.OF_DATA, habits.norms_that_are_synchronized)
 NOT_AWAY: dict[int, tuple[Any, ...]] = {
-    id(ALL_AWAY): habits.OF_DATA,
+    id(ALL_AWAY): OF_DATA,
     # a layer that is added later, with an optimizer of its own, has its gradients elsewhere
-    id(CUT_AWAY): (*habits.OF_DATA, habits.changes_of_the_model),
+    id(CUT_AWAY): (*OF_DATA, habits.changes_of_the_model),
 }
 
 
