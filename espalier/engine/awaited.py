@@ -769,7 +769,7 @@ def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch
     rows = of._source.rows()
     by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
     beside = Beside({}, {})
-    if len(by_row) < len(held) and not of._source.is_whole:
+    if not of._source.is_whole:
         beside = beside_rows(of, rows, _CONSTANT)
         by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.many, *beside.chosen}}
     return by_row, beside

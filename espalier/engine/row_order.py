@@ -20,12 +20,13 @@ _RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squee
 # of each number, or along the last dim
 _OF_EACH = frozenset(
     "float double half bfloat16 to type clone detach neg abs exp log log1p sqrt square sigmoid logsigmoid "
-    "tanh relu softplus softmax log_softmax clamp".split()
+    "tanh relu softplus softmax log_softmax clamp normalize zeros_like ones_like full_like rand_like".split()
 )
-_OF_DIM = frozenset("softmax log_softmax gather".split())
+_OVER = frozenset("mean sum prod amax amin norm vector_norm logsumexp var std any all argmax argmin".split())
+_OF_DIM = frozenset("softmax log_softmax gather scatter normalize".split())
 _PAIRING = frozenset(
-    "add sub mul div truediv true_divide pow where eq ne lt le gt ge logical_and logical_or and_ or_ "
-    "masked_fill gather maximum minimum lerp".split()
+    "add sub mul div truediv true_divide pow where eq ne lt le gt ge logical_and logical_or and or "
+    "masked_fill gather scatter maximum minimum lerp".split()
 )
 _LOSSES = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
@@ -35,7 +36,10 @@ _LOSSES = frozenset(
 _BY_CLASS = frozenset("cross_entropy nll_loss multi_margin_loss".split())  # what comes third has no rows
 
 
-_Way = int | torch.Tensor | None
+_MOVED = "moved"
+_Way = int | torch.Tensor | str | None
+_AT_DIM = frozenset("narrow select index_select unbind flip".split())  # the dim comes first
+_IN_PARTS = frozenset("chunk split tensor_split roll".split())  # the dim comes second
 
 
 class Kept(Protocol):
@@ -82,9 +86,19 @@ def beside_rows(of: Kept, rows: int, constants: Sequence[str] = ()) -> Beside:
         of: the loss.
         rows: of the batch.
         constants: names of arguments that are not of rows.
+
+    Raises:
+        ValueError: rows are taken by their places in the batch, or meet each other.
     """
     walk = _Walk(type(of), rows, constants)
     walk.see(of)
+    if walk.by_place:
+        raise ValueError(
+            f"The loss takes rows of the batch by their places, or has them meet others: {walk.by_place}. In "
+            "a pipeline with accumulate above 1 it is computed on each micro-batch, whose rows have other "
+            "places. Choose rows by a mask (out[mask], y[mask]), write -1 for how many they are, let the "
+            "model's forward compute it, or plan accumulate = 1."
+        )
     many = {key: many for key, many in walk.paired.items() if isinstance(many, int)}
     chosen = {key: mask for key, mask in walk.paired.items() if isinstance(mask, torch.Tensor)}
     of_rows = {key: m for key, m in chosen.items() if m.shape[0] == rows or id(m) in many}
@@ -115,11 +129,16 @@ class _Walk:
     """Goes from a loss to the output.
 
     Of what it meets it tells the *way*: how many numbers of the first dim there are for each row, if they go
-    through the rows in order; the mask that chose them from such ones; or None.
+    through the rows in order; the mask that chose them from such ones; that rows are another dim; or None.
+
+    Attributes:
+        paired: the way of tensors that meet what has it, by ``id``.
+        by_place: a call of which a part of the rows makes something else.
     """
 
     def __init__(self, kind: type[Any], rows: int, constants: Sequence[str]) -> None:
         self.paired: dict[int, _Way] = {}
+        self.by_place: str | None = None
         self._kind, self._rows, self._constants = kind, rows, constants
         self._seen: dict[int, _Way] = {}
 
@@ -145,8 +164,16 @@ class _Walk:
         found = leaves([[first, others, named]], sought, sought)
         met = [x for x in found if isinstance(x, self._kind) and self._is_tensor(x)]
         ways = {self.see(x) for x in met}
-        way = ways.pop() if len(ways) == 1 else None
         ndim = next((x._shapes().ndim for x in met if isinstance(x._shapes(), torch.Tensor)), 0)
+        if _MOVED in ways and any(isinstance(way, int) for way in ways):
+            self.by_place = f"{name} of rows and rows"
+        way = ways.pop() if len(ways) == 1 else None
+        if isinstance(way, int) and ndim and _is_by_place(name, others, options, ndim):
+            self.by_place = f"a loss with {name}" if name != "getitem" else "out[...] of some"
+        if name == "einsum" and isinstance(way, int) and isinstance(first, str) and len(met) > 1:
+            self.by_place = self.by_place if _by_one_letter(first) else "einsum of rows and rows"
+        if way == _MOVED or (isinstance(way, int) and _moves_first(name, others, options, ndim)):
+            return _MOVED if len(met) == 1 or name in _PAIRING else None
         if _along_first(name, others, options, ndim):
             way = None
         chooses = self._chooses(name, others, met, way)
@@ -164,10 +191,11 @@ class _Walk:
         if chooses:
             return others[0]  # the mask
         if isinstance(way, torch.Tensor):
-            return way if pairs or name in _OF_EACH else None
+            keeps = name == "getitem" and _keeps_first(name, others, options, 2)
+            return way if pairs or keeps or name in _OF_EACH else None
         if way is None or name in _RESHAPES:
             return None if way is None else self._of_shape(of)
-        if pairs or name in _OF_EACH or _keeps_first(name, others, ndim):
+        if pairs or name in _OF_EACH or _keeps_first(name, others, options, ndim):
             return way if self._of_shape(of) == way else None
         return None
 
@@ -175,7 +203,9 @@ class _Walk:
         """Not a size of one."""
         return not isinstance(of._shapes(), int | float | tuple) or _is_whole(of, self._kind)
 
-    def _length(self, way: int | torch.Tensor) -> int:
+    def _length(self, way: int | torch.Tensor | str) -> int:
+        if isinstance(way, str):
+            return -1
         return way * self._rows if isinstance(way, int) else int(way.sum())
 
     def _chooses(self, name: str, others: Sequence[Any], met: Sequence[Any], way: _Way) -> bool:
@@ -194,7 +224,11 @@ def _read(step: Any, kind: type[Any]) -> tuple[str, Any, list[Any], Mapping[str,
         if within is not None and within.func is getattr:
             return str(within.args[1]), within.args[0], args[1:], step.kwargs
     name = getattr(func, "__name__", "")
-    return name, args[0] if args else None, args[1:], step.kwargs
+    if name == "_call_method":  # one that writes
+        args = [args[0], *args[2:]]
+        name = str(step.args[1])
+    is_in_place = name.endswith("_") and not name.startswith("_")
+    return name.rstrip("_") if is_in_place else name, args[0] if args else None, args[1:], step.kwargs
 
 
 def _is_whole(of: Any, kind: type[Any]) -> bool:
@@ -215,14 +249,64 @@ def _along_first(name: str, others: Sequence[Any], options: Mapping[str, Any], n
     return name in _OF_DIM and any(x % ndim == 0 for x in dims if ndim)
 
 
-def _keeps_first(name: str, others: Sequence[Any], ndim: int) -> bool:
-    """Whether a call leaves the first dim as it is: a slice of others, or others' transposition."""
+def _is_by_place(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
+    """Whether a call does to the first dim what hangs on the places in it, or on how many they are."""
+    if name == "getitem":
+        first = others[0][0] if isinstance(others[0], tuple) and others[0] else others[0]
+        if isinstance(first, torch.Tensor):
+            return first.dtype is not torch.bool and first.ndim > 0
+        return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
+    if name in ("view", "reshape"):
+        sizes = others[0] if others and isinstance(others[0], tuple | list) else others
+        return bool(sizes) and type(sizes[0]) is int and sizes[0] > 1
+    if name in ("flipud", "pdist", "cdist"):
+        return name != "cdist" or ndim == 2
+    if name not in _AT_DIM and name not in _IN_PARTS:
+        return False
+    where = others[:1] if name in _AT_DIM else others[1:2]
+    dims = options.get("dim", options.get("dims", where[0] if where else None if name == "roll" else 0))
+    if name == "flip" and others and type(others[0]) is int:
+        dims = list(others)
+    every = dims if isinstance(dims, tuple | list) else [dims]
+    return any(d is None or (type(d) is int and d % ndim == 0) for d in every)
+
+
+def _by_one_letter(equation: str) -> bool:
+    """Whether the first dim of all that an einsum takes is one and the same."""
+    return len({part.strip()[:1] for part in equation.split("->")[0].split(",")}) == 1
+
+
+def _moves_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
+    """Whether another dim comes first then, and what was first is there still."""
+    if name == "getitem":
+        return isinstance(others[0], type(None)) or (
+            isinstance(others[0], tuple) and others[0][:1] == (None,)
+        )
+    if name == "getattr":
+        return others[0] in ("T", "H") or (others[0] in ("mT", "mH") and ndim == 2)
+    if name == "unsqueeze":
+        return bool(others) and others[0] in (0, -ndim - 1)
+    if name in ("t", "adjoint"):
+        return ndim == 2
+    if name in ("transpose", "swapaxes", "permute"):
+        return not _keeps_first(name, others, options, ndim)
+    return False
+
+
+def _keeps_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
+    """Whether a call leaves the first dim as it is: one of other dims."""
     if name == "getitem" and others:
         key = others[0] if isinstance(others[0], tuple) else (others[0],)
         plain = all(x is None or x is Ellipsis or isinstance(x, slice | int) for x in key)
         first = key[0] if key else None
         reach = sum(x is not None and x is not Ellipsis for x in key)
         return plain and (first == slice(None) if first is not Ellipsis else reach < ndim)
+    if name in _OVER or name in ("cat", "concat", "stack"):
+        dims = options.get("dim", others[0] if others else None)
+        every = dims if isinstance(dims, tuple | list) else [dims]
+        return bool(every) and all(type(d) is int and d % ndim != 0 for d in every)
+    if name in ("linear", "matmul"):
+        return ndim > 1
     if name in ("transpose", "swapaxes", "permute"):
         order = others[0] if others and isinstance(others[0], tuple | list) else others
         if name == "permute":

@@ -91,6 +91,69 @@ def by_time(out: Any, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out.transpose(0, 1).reshape(-1, CLASSES), y.t().reshape(-1))
 
 
+def smoothed(out: Any, y: torch.Tensor) -> torch.Tensor:
+    likely = out.view(-1, CLASSES).log_softmax(-1)
+    wanted = torch.full_like(likely, 0.1).scatter_(1, y.view(-1, 1), 0.9)
+    return F.kl_div(likely, wanted, reduction="batchmean")
+
+
+def stacked(out: Any, y: torch.Tensor) -> torch.Tensor:
+    both = torch.stack([out[:, 0], out[:, 1]], 1).flatten(0, 1)
+    return F.cross_entropy(both, torch.stack([y[:, 0], y[:, 1]], 1).flatten())
+
+
+def some(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out[:2, 0], y[:2, 0])
+
+
+def one(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out[0], y[0])
+
+
+def half(out: Any, y: torch.Tensor) -> torch.Tensor:
+    scores = out.mean((1, 2))
+    return -F.logsigmoid(scores[: ROWS // 2] - scores[ROWS // 2 :]).mean()
+
+
+def backwards(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out.mean((1, 2)).flip(0), torch.arange(ROWS).double())
+
+
+def of_others(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    return F.triplet_margin_loss(z, z + 0.1, z.roll(1, 0))
+
+
+def contrasted(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = F.normalize(out.mean(1), dim=-1)
+    return F.cross_entropy(z @ z.t() * 5, torch.arange(z.size(0)))
+
+
+def compared(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    return F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=-1).mean()
+
+
+def apart(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    return (z[:, None] - z[None]).square().mean()
+
+
+def far(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    return torch.cdist(z, z).square().mean()
+
+
+def summed(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    return torch.einsum("id,jd->ij", z, z).mean()
+
+
+def of_so_many(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return out.view(ROWS, -1).mean(1).square().mean()
+
+
+BY_PLACE = (some, one, half, backwards, of_others, contrasted, compared, apart, far, summed, of_so_many)
 LOSSES = (
     viewed,
     by_sizes,
@@ -104,6 +167,8 @@ LOSSES = (
     binary,
     chosen,
     chosen_of_all,
+    smoothed,
+    stacked,
 )
 
 
@@ -142,6 +207,18 @@ def in_another_order(rank: int, world: int) -> None:
     in_stages(rank, world, {"pipe": 2}, by_time)
 
 
+def by_place(rank: int, world: int) -> None:
+    net = Tagger().double()
+    model: Any = espalier.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2, "accumulate": 2}
+    )[0]
+    x, y = torch.randint(CLASSES, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    for loss_of in BY_PLACE:
+        with pytest.raises(ValueError, match=r"by their places(.|\n)*accumulate = 1"):
+            loss_of(model(x), y).backward()
+    in_stages(rank, world, {"pipe": 2}, *BY_PLACE)
+
+
 def test_targets_of_several_numbers_a_row(ranks: Any) -> None:
     ranks(2, in_stages, {"pipe": 2, "accumulate": 2}, *LOSSES)
 
@@ -152,3 +229,7 @@ def test_their_rows_are_shared(ranks: Any) -> None:
 
 def test_rows_that_do_not_come_first_are_told_of(ranks: Any) -> None:
     ranks(2, in_another_order)
+
+
+def test_what_hangs_on_places_in_the_batch_is_told_of(ranks: Any) -> None:
+    ranks(2, by_place)
