@@ -28,6 +28,7 @@ _PAIRING = frozenset(
     "add sub mul div truediv true_divide pow where eq ne lt le gt ge logical_and logical_or and or "
     "masked_fill gather scatter maximum minimum lerp".split()
 )
+_PRODUCTS = ("linear", "matmul")
 _LOSSES = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
     "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss soft_margin_loss multi_margin_loss "
@@ -168,6 +169,8 @@ class _Walk:
         if _MOVED in ways and any(isinstance(way, int) for way in ways):
             self.by_place = f"{name} of rows and rows"
         way = ways.pop() if len(ways) == 1 else None
+        if name == "getitem" and isinstance(way, int):
+            others = [_without_full(others[0], way * self._rows)]
         if isinstance(way, int) and ndim and _is_by_place(name, others, options, ndim):
             self.by_place = f"a loss with {name}" if name != "getitem" else "out[...] of some"
         if name == "einsum" and isinstance(way, int) and isinstance(first, str) and len(met) > 1:
@@ -195,9 +198,9 @@ class _Walk:
             return way if pairs or keeps or name in _OF_EACH else None
         if way is None or name in _RESHAPES:
             return None if way is None else self._of_shape(of)
-        if pairs or name in _OF_EACH or _keeps_first(name, others, options, ndim):
-            return way if self._of_shape(of) == way else None
-        return None
+        keeps = _keeps_first(name, others, options, ndim)
+        keeps = keeps and (name not in _PRODUCTS or isinstance(first, self._kind))
+        return way if (pairs or keeps or name in _OF_EACH) and self._of_shape(of) == way else None
 
     def _is_tensor(self, of: Any) -> bool:
         """Not a size of one."""
@@ -255,7 +258,7 @@ def _is_by_place(name: str, others: Sequence[Any], options: Mapping[str, Any], n
         first = others[0][0] if isinstance(others[0], tuple) and others[0] else others[0]
         if isinstance(first, torch.Tensor):
             return first.dtype is not torch.bool and first.ndim > 0
-        return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
+        return isinstance(first, int | slice) and not _is_full(first)
     if name in ("view", "reshape"):
         sizes = others[0] if others and isinstance(others[0], tuple | list) else others
         return bool(sizes) and type(sizes[0]) is int and sizes[0] > 1
@@ -269,6 +272,20 @@ def _is_by_place(name: str, others: Sequence[Any], options: Mapping[str, Any], n
         dims = list(others)
     every = dims if isinstance(dims, tuple | list) else [dims]
     return any(d is None or (type(d) is int and d % ndim == 0) for d in every)
+
+
+def _is_full(key: Any) -> bool:
+    return isinstance(key, slice) and key.start is key.stop is key.step is None
+
+
+def _without_full(key: Any, length: int) -> Any:
+    """An index, whose first part is ``:`` if it takes all of so many."""
+    first = key[0] if isinstance(key, tuple) and key else key
+    if not isinstance(first, slice) or type(first.stop) is not int or first.stop < length:
+        return key
+    if first.start not in (None, 0) or first.step not in (None, 1):
+        return key
+    return (slice(None), *key[1:]) if isinstance(key, tuple) else slice(None)
 
 
 def _by_one_letter(equation: str) -> bool:
@@ -300,12 +317,12 @@ def _keeps_first(name: str, others: Sequence[Any], options: Mapping[str, Any], n
         plain = all(x is None or x is Ellipsis or isinstance(x, slice | int) for x in key)
         first = key[0] if key else None
         reach = sum(x is not None and x is not Ellipsis for x in key)
-        return plain and (first == slice(None) if first is not Ellipsis else reach < ndim)
+        return plain and (_is_full(first) if first is not Ellipsis else reach < ndim)
     if name in _OVER or name in ("cat", "concat", "stack"):
         dims = options.get("dim", others[0] if others else None)
         every = dims if isinstance(dims, tuple | list) else [dims]
         return bool(every) and all(type(d) is int and d % ndim != 0 for d in every)
-    if name in ("linear", "matmul"):
+    if name in _PRODUCTS:
         return ndim > 1
     if name in ("transpose", "swapaxes", "permute"):
         order = others[0] if others and isinstance(others[0], tuple | list) else others
