@@ -768,10 +768,10 @@ def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch
     """Those that micro-batches have parts of, by ``id``, with the batch's rows as their first dim."""
     rows = of._source.rows()
     by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
-    beside = Beside({}, {})
+    beside = Beside(frozenset(), {})
     if not of._source.is_whole:
         beside = beside_rows(of, rows, _CONSTANT)
-        by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.many, *beside.chosen}}
+        by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.several, *beside.chosen}}
     return by_row, beside
 
 

@@ -9,7 +9,7 @@ where that is not known, nothing is said.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,12 +56,12 @@ class Beside(NamedTuple):
     """Tensors that a loss pairs with the output's rows, though they have not as many, by ``id``.
 
     Attributes:
-        many: of those that have several numbers a row: how many.
+        several: those that have several numbers a row.
         chosen: of those that have numbers where a mask is true: the mask.
     """
 
-    many: dict[int, int]
-    chosen: dict[int, torch.Tensor]
+    several: Set[int]
+    chosen: Mapping[int, torch.Tensor]
 
     def by_rows(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """A tensor with the batch's rows as its first dim."""
@@ -69,11 +69,11 @@ class Beside(NamedTuple):
             everywhere = x.new_zeros(mask.numel(), *x.shape[1:])
             everywhere[mask.flatten()] = x
             return everywhere.unflatten(0, (rows, -1))
-        return x.unflatten(0, (rows, -1)) if id(x) in self.many else x
+        return x.unflatten(0, (rows, -1)) if id(x) in self.several else x
 
     def as_used(self, parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Parts of such tensors, as the program has the whole ones."""
-        flat = {**self.many, **self.chosen}
+        flat = {*self.several, *self.chosen}
         used = {key: x.flatten(0, 1) if key in flat else x for key, x in parts.items()}
         for key, mask in self.chosen.items():
             used[key] = used[key][used[id(mask)].flatten()]
@@ -100,10 +100,10 @@ def beside_rows(of: Kept, rows: int, constants: Sequence[str] = ()) -> Beside:
             "places. Choose rows by a mask (out[mask], y[mask]), write -1 for how many they are, let the "
             "model's forward compute it, or plan accumulate = 1."
         )
-    many = {key: many for key, many in walk.paired.items() if isinstance(many, int)}
+    several = {key for key, way in walk.paired.items() if isinstance(way, int)}
     chosen = {key: mask for key, mask in walk.paired.items() if isinstance(mask, torch.Tensor)}
-    of_rows = {key: m for key, m in chosen.items() if m.shape[0] == rows or id(m) in many}
-    return Beside(many, of_rows)
+    of_rows = {key: m for key, m in chosen.items() if m.shape[0] == rows or id(m) in several}
+    return Beside(several, of_rows)
 
 
 def picked(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -296,9 +296,8 @@ def _by_one_letter(equation: str) -> bool:
 def _moves_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
     """Whether another dim comes first then, and what was first is there still."""
     if name == "getitem":
-        return isinstance(others[0], type(None)) or (
-            isinstance(others[0], tuple) and others[0][:1] == (None,)
-        )
+        first = others[0][0] if isinstance(others[0], tuple) and others[0] else others[0]
+        return first is None
     if name == "getattr":
         return others[0] in ("T", "H") or (others[0] in ("mT", "mH") and ndim == 2)
     if name == "unsqueeze":
