@@ -266,9 +266,22 @@ def hooks_after_gradient(x: torch.Tensor) -> dict[int, Any]:
     return hooks or {}
 
 
-def forget_hooks_after_gradient(x: torch.Tensor) -> None:
-    """Let nothing be called then; who holds the hooks may register them again."""
+def taken_gradient_hooks(x: torch.Tensor) -> dict[int, Any]:
+    """The :func:`gradient_hooks`, which torch calls no longer; their handles go on taking them away."""
+    hooks = x._backward_hooks
+    if hooks is None:
+        return OrderedDict()
+    x._backward_hooks = OrderedDict()
+    return hooks
+
+
+def taken_hooks_after(x: torch.Tensor) -> dict[int, Any]:
+    """The :func:`hooks_after_gradient`, which torch calls no longer; their handles go on taking them away."""
+    hooks: dict[int, Any] | None = getattr(x, "_post_accumulate_grad_hooks", None)
+    if hooks is None:
+        return OrderedDict()
     setattr(x, "_post_accumulate_grad_hooks", OrderedDict())  # noqa: B010 (unknown to the stubs)
+    return hooks
 
 
 LEAF_NUMBER = 2**64 - 1  # of all nodes at which a backward pass ends, in parameters

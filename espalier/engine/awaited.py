@@ -616,8 +616,9 @@ class _Sum(Awaited):
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        for term in self._terms:
-            term.backward(retain_graph)
+        with self._source.together():
+            for term in self._terms:
+                term.backward(retain_graph)
         self.value()
         self._has_gone_back, self._is_retained = True, bool(retain_graph)
 

@@ -50,6 +50,9 @@ class Source(Protocol):
     def aside(self) -> AbstractContextManager[None]:
         """While open, gradients that there are do not count: they are as before after it."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """While open, losses that go back are one to hooks on parameters."""
+
 
 class Hook:
     """A hook of a gradient that is yet to come: what ``register_hook`` gives of it."""

@@ -698,6 +698,7 @@ class Engine(Surface):
             ValueError: in a pipeline: there are no micro-batches, or the last ones wait for a step.
         """
         self.passes.train(parts, phase, self.forward, self.backward)
+        self.passes.call_waiting()
 
     @property
     def scale(self) -> float:

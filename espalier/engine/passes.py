@@ -244,6 +244,10 @@ class Passes(ABC):
             forward, backward: the engine's, of one.
         """
 
+    def call_waiting(self) -> None:
+        """Call the program's hooks that wait until parameters have the gradients of a pass."""
+        return None
+
     @abstractmethod
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
         """The loss of several batches as one: a plain scalar, the same on every rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -61,6 +61,8 @@ class StagedPasses(Protocol):
     def finish_gradients(self) -> None: ...
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
+    def call_waiting(self) -> None: ...
+    def together(self) -> AbstractContextManager[None]: ...
 
 
 class ModelRun:
@@ -81,6 +83,7 @@ class ModelRun:
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self.is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
+        self._is_aside = False
         self.has_gone_back = False
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
@@ -244,13 +247,22 @@ class ModelRun:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While open, gradients that there are do not count: they are as before after it."""
-        earlier = self._passes.taken_gradients()
+        earlier, self._is_aside = self._passes.taken_gradients(), True
         try:
             yield
         finally:
+            self._is_aside = False
             self._passes.taken_gradients()
             self._passes.add_gradients(earlier)
             self._passes.evaluation.closed = True
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While open, losses that go back are one to hooks on parameters."""
+        with self._passes.together():
+            yield
+        if not self._is_aside:
+            self._passes.call_waiting()
 
     def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
@@ -292,6 +304,8 @@ class ModelRun:
         if keeps:
             self._kept, passes.keeps_outputs = kept, bool(passes.keeps_outputs)
         passes.add_gradients(earlier)
+        if not self._is_aside:
+            passes.call_waiting()
         assert passes.loss is not None
         return full_tensor(passes.loss).detach().clone()
 

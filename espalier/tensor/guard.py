@@ -355,9 +355,10 @@ def stamp_states(optimizer: Optimizer) -> None:
     """Let the states that a step on local tensors has made lie as their parameters do."""
     for p, state in optimizer.state.items():
         if type(p) is DTensor and state and type(next(reversed(state.values()))) is not DTensor:
+            layout = p._layout.own  # others than those of this step may be cut now
             for x in state.values():  # what a step has made comes last
-                if type(x) is torch.Tensor and x.ndim and x.shape == p._layout.local_shape:
-                    stamp(x, p._layout)
+                if type(x) is torch.Tensor and x.ndim and x.shape == layout.local_shape:
+                    stamp(x, layout)
 
 
 def install_steps() -> None:

@@ -30,6 +30,7 @@ from espalier.parallel.data.chunks import Chunk, ShardedParam, ShardGroup
 from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.stages import ZeroStage
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.waiting import LastHook
 from espalier.torch_private import plain_call, raw
 
 _grad: Any = torch.Tensor.grad
@@ -123,7 +124,8 @@ class Gradients:
             return  # nothing is left to sum
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
         come = weakref.WeakMethod(self._come)
-        m.p.register_post_accumulate_grad_hook(partial(_call, come, chunk.number))
+        with raw():
+            m.p.register_post_accumulate_grad_hook(LastHook(_call, come, chunk.number))
         if self._looks_ahead:
             self._watch_before(m)
 

@@ -21,7 +21,7 @@ from espalier.parallel.data.chunks import ShardedParam
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import StandIn, hand_out, is_handed_out, is_view, written_mark
-from espalier.torch_private import raw
+from espalier.torch_private import memory_id, raw
 
 
 class Owner(Protocol):
@@ -143,7 +143,11 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: torch.Tensor, member: ShardedParam, whole: torch.Tensor | None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return carry_out(plain(p.detach()), member.shard, member.full) if whole is None else whole
+        if whole is None:
+            whole = carry_out(plain(p.detach()), member.shard, member.full)
+            if memory_id(whole) == memory_id(p):  # whose versions count what is gathered and released, too
+                whole = whole.clone()
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:

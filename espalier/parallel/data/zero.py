@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,14 +44,15 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
+from espalier.tensor.waiting import Seen, WaitingHooks
 from espalier.torch_private import (
-    forget_hooks_after_gradient,
     getter,
     gradient_hooks,
-    hooks_after_gradient,
     method,
     raw,
     setter,
+    taken_gradient_hooks,
+    taken_hooks_after,
 )
 
 # the C functions themselves: this is the way of every step
@@ -101,7 +103,7 @@ class ZeroState:
         ]
         self.own = {id(m.p) for m in self.members}
         self._frozen = [m for m in self.members if not m.p.requires_grad]
-        self._after: list[tuple[nn.Parameter, dict[int, Any]]] = []
+        self._waiting: list[tuple[nn.Parameter, WaitingHooks]] = []
         self.has_thawed = False
         cut = self.stage.parameters == "S"
         used: list[tuple[list[nn.Module], Chunk]] = []
@@ -129,7 +131,7 @@ class ZeroState:
         self.offloaded_step = self._streamed(plan.offload.update)
         if optimizer is not None:
             self.reserve(optimizer)
-        self._lay_out(chunks)
+        self._lay_out(chunks, [p for _, p in named_parameters_in(model)])
         self._line_up(self.chunks)
         self.prefetcher = None
         if cut:
@@ -219,12 +221,16 @@ class ZeroState:
         fetch = None if self._store is None or self.mesh.is_dry else self._fetch
         return OffloadedStep(moved, store, self.mesh, self._turn, fetch, updater) if moved else None
 
-    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+    def _lay_out(self, chunks: Sequence[Chunk], parameters: Sequence[nn.Parameter]) -> None:
         """Lay the parameters out; each chunk goes where it lies as soon as it has all of them.
 
         Hooks that were put on them before see whole gradients, as those that come after do. Those that are
         called when a gradient has been added wait where parameters are cut, which are whole by then: an
-        optimizer within the backward pass, say, updates pieces.
+        optimizer within the backward pass, say, updates pieces. In a pipeline all wait: micro-batches and
+        stages bring addends.
+
+        Args:
+            parameters: those of the model, also of other ranks.
         """
         cut = self.stage.parameters == "S"
         by_id = {id(m.p): m for m in self.members}
@@ -240,14 +246,18 @@ class ZeroState:
             if missing[id(chunk)] == 0:
                 self._move_in(chunk)
 
-        for m in self.members:
+        if is_staged := self._plan.pipe > 1:
+            self._waiting = [
+                (p, WaitingHooks(taken_gradient_hooks(p), taken_hooks_after(p))) for p in parameters
+            ]
+        elif cut or self.stage.gradients == "S":
+            self._waiting = [(m.p, WaitingHooks(None, taken_hooks_after(m.p))) for m in self.members]
+        for m in () if is_staged else self.members:
             hooks = gradient_hooks(m.p)
             hooks.update({n: of_dtensors(hook, gradient_layout(m.full)) for n, hook in hooks.items()})
-            after = hooks_after_gradient(m.p)
-            if cut and after:
-                self._after.append((m.p, after))
-                forget_hooks_after_gradient(m.p)
         lay_out_parameters([(m.p, m.shard if cut else m.full) for m in self.members], come)
+        for p, waiting in self._waiting:
+            p._waiting = waiting  # type: ignore[attr-defined]
 
     def _move_in(self, chunk: Chunk) -> None:
         """Let a chunk's parameters, which are laid out, go where they lie between their uses."""
@@ -352,11 +362,24 @@ class ZeroState:
             self.prefetcher.agree_on_scales()
         self._thaw()
 
-    def tell_of_gradients(self) -> None:
-        """Call the hooks that wait for finished gradients."""
-        for p, hooks in self._after:
-            for hook in list(hooks.values()) if p.grad is not None else ():
-                hook(p)
+    @property
+    def hooks_wait(self) -> bool:
+        """Whether the program has put hooks on parameters that wait for finished gradients."""
+        return any(hooks.are_there for _, hooks in self._waiting)
+
+    def hand_gradients(self, seen: Seen = attrgetter("grad")) -> None:
+        """Call the hooks that wait for finished gradients, and may put others in their place.
+
+        Args:
+            seen: gives what a program finds in ``p.grad``.
+        """
+        for p, hooks in self._waiting:
+            hooks.hand(p, seen)
+
+    def tell_of_gradients(self, seen: Seen = attrgetter("grad")) -> None:
+        """Call the hooks that wait until parameters have finished gradients."""
+        for p, hooks in self._waiting:
+            hooks.tell(p, seen)
 
     def end_backward(self) -> None:
         """After a backward pass."""

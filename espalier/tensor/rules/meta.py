@@ -21,11 +21,13 @@ from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
 from espalier.tensor.told import Telling, share_of_addend
+from espalier.tensor.waiting import put_last, wait, waiting_hooks
 from espalier.torch_private import (
     ASIDE,
     TYPED_STORAGE,
     dual_parts,
     forward_dual,
+    hooks_after_gradient,
     plain_call,
     raw,
     tensor_attributes,
@@ -34,7 +36,7 @@ from espalier.torch_private import (
 # the same for the local and the global tensor, or about storage
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
-    is_contiguous register_post_accumulate_grad_hook
+    is_contiguous
     is_set_to share_memory_ is_shared is_pinned is_conj is_neg is_distributed result_type is_coalesced
     __hash__ __dlpack_device__ dim_order
 """.split()
@@ -294,8 +296,25 @@ def register_hook(
 ) -> Any:
     """The hook sees and returns DTensors."""
     x, hook = args
+    waiting = waiting_hooks(x)
+    if waiting is not None and waiting.before is not None and x.requires_grad:
+        return wait(waiting.before, hook)
     with raw():
         return func(x, of_dtensors(hook, gradient_layout(recorded_layout(x))))
+
+
+@special(torch.Tensor.register_post_accumulate_grad_hook)
+def register_hook_after(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """It is called before the gradient is taken, to be summed; or waits until it is."""
+    x, hook = args
+    if (waiting := waiting_hooks(x)) is not None and x.requires_grad:
+        return wait(waiting.after, hook)
+    handle = plain_call(func, types, args, kwargs)
+    with raw():
+        put_last(hooks_after_gradient(x))
+    return handle
 
 
 def of_dtensors(hook: Callable[[Any], Any], lay: Layout) -> Callable[[Any], Any]:

@@ -1,0 +1,57 @@
+"""Loops of programs whose parameters and states lie off the device, on axes of one rank, too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.test_habits import Lay, compare, net, trained
+from tests.ranks.test_hooks_of_parameters import Tied, step_of_tied
+
+
+def states_taken_back(lay: Lay) -> list[Any]:
+    """The states of an earlier step, whole, of parameters that no axis cuts."""
+    model, out = net(), []
+    groups = [{"params": [p for p in model.parameters() if p.ndim == n]} for n in (2, 1)]
+    model, optimizer = lay(model, torch.optim.AdamW(groups, 0.05))
+    kept: tuple[Any, Any] = ({}, {})
+    for step in range(5):
+        out.append(trained(model, optimizer, step).item())
+        if step == 1:
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        elif step == 2:
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+    states = optimizer.state_dict()["state"]
+    return [*out, *model.parameters(), *[states[i]["exp_avg"] for i in range(6)]]
+
+
+def tables_of_two_stages(lay: Lay) -> list[Any]:
+    """The first has all parameters of the model, which it never calls whole."""
+    model = Tied()
+    model, optimizer = lay(model, torch.optim.NAdam(model.parameters(), 0.05))
+    return [*[step_of_tied(model, optimizer, step) for step in range(3)], *model.parameters()]
+
+
+PROGRAMS = states_taken_back, tables_of_two_stages
+AWAY = {"parameters": "host", "states": "host"}
+PLANS: tuple[dict[str, Any], ...] = (
+    {"tensor": 2, "offload": AWAY},
+    {"pipe": 2, "offload": AWAY},
+    {"data": 2, "zero": 3, "offload": AWAY},
+)
+
+
+def compared(rank: int, world: int) -> None:
+    for program in PROGRAMS:
+        compare(program, [(plan, {}) for plan in PLANS])
+
+
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+def test_offloaded_loops(ranks: Any) -> None:
+    ranks(2, compared)
