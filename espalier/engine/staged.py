@@ -32,9 +32,10 @@ from espalier.engine.passes import (
     Passes,
     Phase,
 )
-from espalier.engine.seen import Around, gradient_seen
+from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun, cloned
 from espalier.engine.surface import bound
+from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
@@ -78,7 +79,6 @@ class Staged(Passes):
         self._runs = 0
         self._copies = _Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
-        self._is_together = False  # what goes back is a part of a loss
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
 
@@ -135,6 +135,7 @@ class Staged(Passes):
     def begin(self, data: ZeroState) -> None:
         self.seen.watch(m.p for m in data.members)
         self.seen.watch_clipping()
+        self.waiting = WaitingForStages(data, self.seen, is_dry=self.mesh.is_dry)
         data.gradients.share({id(p) for p, _ in self._shared(data)})
         users = self.stages.users
         self.mesh.copied = tuple(name for name, of in users.items() if len(of) > 1)
@@ -241,38 +242,12 @@ class Staged(Passes):
         self.evaluation.closed = True
         self.loss = self.evaluation.loss
         self.seen.bar()
-        if self._calls_hooks:
+        if self.waiting.are_due:
             self.finish_gradients()
-            self._hand_gradients()
-
-    @property
-    def _calls_hooks(self) -> bool:
-        """Whether hooks of the program's on parameters wait for the gradients of the pass under way."""
-        return not (self.mesh.is_dry or self._is_together) and self.data is not None and self.data.hooks_wait
-
-    def _hand_gradients(self) -> None:
-        if self._calls_hooks and self.data is not None:
-            self.data.hand_gradients(gradient_seen)
-            self.seen.note()
+            self.waiting.hand()
 
     def call_waiting(self) -> None:
-        if self._calls_hooks and self.data is not None:
-            self.data.tell_of_gradients(gradient_seen)
-            self.seen.note()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """While open, backward passes make one gradient, as hooks of the program's see it."""
-        if not self._calls_hooks:
-            yield
-            return
-        earlier, self._is_together = self.taken_gradients(), True
-        try:
-            yield
-        finally:
-            self._is_together = False
-        self._hand_gradients()
-        self.add_gradients(earlier)
+        self.waiting.tell()
 
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
         losses: list[tuple[torch.Tensor, Number]] = []
@@ -461,7 +436,7 @@ class Staged(Passes):
                 self.data.end_backward()
                 gradients.finish()
             self._drop_unneeded(gradients.without)
-            self._hand_gradients()
+            self.waiting.hand()
             self.add_gradients(earlier)
         self.has_gradients = self._is_finished = self._is_known = self.evaluation.closed = True
         self._tell_of_gradients()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
+from espalier.engine.waiting import WaitingForStages
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
@@ -62,7 +63,8 @@ class StagedPasses(Protocol):
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
     def call_waiting(self) -> None: ...
-    def together(self) -> AbstractContextManager[None]: ...
+    @property
+    def waiting(self) -> WaitingForStages: ...
 
 
 class ModelRun:
@@ -259,10 +261,11 @@ class ModelRun:
     @contextmanager
     def together(self) -> Iterator[None]:
         """While open, losses that go back are one to hooks on parameters."""
-        with self._passes.together():
+        passes = self._passes
+        with passes.waiting.together(passes.taken_gradients, passes.add_gradients):
             yield
         if not self._is_aside:
-            self._passes.call_waiting()
+            passes.call_waiting()
 
     def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
