@@ -1,4 +1,4 @@
-"""Hooks of a program's on parameters of a pipeline: they wait until a backward pass has made gradients whole."""
+"""Hooks of a program's on parameters of a pipeline wait until a backward pass has made gradients whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WaitingForStages:
         return not (self._is_dry or self._is_together) and self._data.hooks_wait
 
     def hand(self) -> None:
-        """Call those that see gradients, and may put others in their place: of the pass that is over alone."""
+        """Call those that see gradients, of the last pass alone, and may put others in their place."""
         if self.are_due:
             self._data.hand_gradients(gradient_seen)
             self._seen.note()
