@@ -230,16 +230,13 @@ class Awaited:
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        held = _captured(self)
-        if any(x.requires_grad for x in held):
-            raise ValueError(
-                "The loss holds more that wants gradients than the model's output, and is not a sum: in a "
-                "pipeline such things are not where it is computed. Add a penalty to the whole loss, or "
-                "weigh that (loss + penalty, weight * loss); or let the model's forward compute it."
-            )
         self._source.check_inputs()
-        captured, beside = _of_rows(self, held)
-        self._known = self._source.train([*captured.values()], partial(_replayed, self, beside, [*captured]))
+        held = _captured(self)
+        beside = _beside_model(held, self._source)
+        captured, by_row = _of_rows(self, [x for x in held if id(x) not in beside])
+        loss = partial(_replayed, self, by_row, [*captured], beside)
+        self._known = self._source.train([*captured.values()], loss, [*beside.values()])
+        _hand_on([x for x in held if id(x) in beside], [*beside.values()], retain_graph)
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
@@ -280,6 +277,9 @@ class Awaited:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(full_tensor(self.value()), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return full_tensor(self.value()).detach().__reduce_ex__(protocol)  # a file has the tensor
 
     def __dlpack__(self, **options: Any) -> Any:
         return full_tensor(self.value()).__dlpack__(**options)  # which torch.as_tensor asks for
@@ -734,7 +734,7 @@ def _gradients(
         )
     with loss._source.aside():
         loss.backward(retain_graph=retain_graph)
-        found = [None if (grad := gradient_seen(p)) is None else grad.detach().clone() for p in sought]
+        found = [None if (grad := gradient_seen(p)) is None else _copied(grad) for p in sought]
     if materialize_grads:
         return tuple(
             torch.zeros_like(p) if grad is None else grad for p, grad in zip(sought, found, strict=True)
@@ -745,6 +745,13 @@ def _gradients(
             "allow_unused=True if this is the desired behavior."
         )
     return tuple(found)
+
+
+def _copied(grad: torch.Tensor) -> torch.Tensor:
+    """A copy of a gradient, whose numbers all ranks may ask for: of this pass."""
+    if isinstance(grad, DTensor) and (asked := grad._asked) is not None:
+        asked.changed()
+    return copy.deepcopy(grad)
 
 
 def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
@@ -758,7 +765,11 @@ def _captured(of: Awaited) -> list[torch.Tensor]:
     """The tensors that what was kept is made of, beside the output."""
     if of._step is None:
         return []
-    kwargs = {name: x for name, x in of._step.kwargs.items() if name not in _CONSTANT}
+    kwargs = {
+        name: x
+        for name, x in of._step.kwargs.items()
+        if name not in _CONSTANT or (isinstance(x, torch.Tensor) and x.requires_grad)
+    }
     arguments = [list(of._step.args), kwargs]
     within = [x for one in leaves(arguments, Awaited, _SOUGHT_AWAITED) for x in _captured(one)]
     tensors = leaves(arguments, torch.Tensor, _SOUGHT_AWAITED)
@@ -776,11 +787,45 @@ def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch
     return by_row, beside
 
 
+def _beside_model(held: Sequence[torch.Tensor], source: Source) -> dict[int, torch.Tensor]:
+    """What else wants a gradient of a loss (its own parameters, say), by ``id``: leaves in its place.
+
+    Raises:
+        ValueError: the ranks that make the loss do not have it, or have it in parts.
+    """
+    wanting = [x for x in held if x.requires_grad]
+    rows = source.rows() if source.is_cut() else -1
+    if any(type(x) is DTensor or (not x.is_leaf and x.shape[:1] == (rows,)) for x in wanting):
+        raise ValueError(
+            "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
+            "model's output, and is not a sum: in a pipeline such things are not where it is computed. Add a "
+            "penalty to the whole loss, or weigh that (loss + penalty, weight * loss); or let the model's "
+            "forward compute it."
+        )
+    return {id(x): x.detach().requires_grad_() for x in wanting}
+
+
+def _hand_on(
+    beside: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], retain_graph: bool | None
+) -> None:
+    """Let the gradients of leaves go back through what they stood for."""
+    grads = {i: x.grad for i, x in enumerate(leaves) if x.grad is not None}
+    if grads:
+        torch.autograd.backward(
+            [beside[i] for i in grads], [*grads.values()], retain_graph=retain_graph
+        )
+
+
 def _replayed(
-    of: Awaited, beside: Beside, ids: Sequence[int], output: Any, captured: Sequence[torch.Tensor]
+    of: Awaited,
+    by_row: Beside,
+    ids: Sequence[int],
+    beside: Mapping[int, torch.Tensor],
+    output: Any,
+    captured: Sequence[torch.Tensor],
 ) -> Any:
     """What was kept, done on an output and the captured tensors' rows that belong to it."""
-    replacements = beside.as_used(dict(zip(ids, captured, strict=True)))
+    replacements = {**by_row.as_used(dict(zip(ids, captured, strict=True))), **beside}
     try:
         return _evaluated(of, replacements, {}, lambda: output, fresh=True)
     except Exception as error:

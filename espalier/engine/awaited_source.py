@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -41,8 +41,17 @@ class Source(Protocol):
     def value(self) -> Any:
         """What the model gives, without gradients."""
 
-    def train(self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any]) -> torch.Tensor:
-        """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured."""
+    def train(
+        self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any], beside: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured.
+
+        Args:
+            beside: leaves in the loss that get gradients, on all ranks.
+        """
+
+    def is_cut(self) -> bool:
+        """Whether the loss is computed on parts of the rows."""
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The model's."""

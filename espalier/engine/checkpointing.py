@@ -26,6 +26,7 @@ from espalier.comm.control import agree, gather_objects
 from espalier.comm.redistribute import carry_out
 from espalier.device import get_rng_state, set_rng_state
 from espalier.engine.batches import Loader, restore_loaders
+from espalier.engine.beside import is_beside, named_trained
 from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_of
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
@@ -63,13 +64,21 @@ def tree_of(
         elif saves(name):
             tree[f"model.{name}"] = _lying(x, mesh, steady=isinstance(x, nn.Parameter))
     if optimizer is not None:
-        for name, p in named_parameters_in(module):
+        for name, p in named_trained(module, optimizer):
             states = optimizer.state.get(p, {})
+            if is_beside(name):
+                tree[_value_at(name)] = _lying(p, mesh)
             for key in sorted(states, key=str):  # on other ranks they may have come in another order
                 x = states[key]
-                if isinstance(x, torch.Tensor) and saves(name):
-                    tree[f"optimizer.state.{name}.{key}"] = _lying(x, _layout(p).mesh, steady=x.ndim > 0)
+                if isinstance(x, torch.Tensor) and (is_beside(name) or saves(name)):
+                    on = _layout(p).mesh if isinstance(p, DTensor) else mesh
+                    tree[f"optimizer.state.{name}.{key}"] = _lying(x, on, steady=x.ndim > 0)
     return tree
+
+
+def _value_at(name: str) -> str:
+    """Where a checkpoint has a parameter."""
+    return f"optimizer.{name}" if is_beside(name) else f"model.{name}"
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -96,7 +105,7 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 def groups_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups: names of parameters, and options."""
-    names = {id(p): name for name, p in named_parameters_in(module)}
+    names = {id(p): name for name, p in named_trained(module, optimizer)}
     return [
         {
             "names": [names[id(p)] for p in group["params"]],
@@ -136,7 +145,7 @@ def index_and_tree(
             "groups": groups_of(module, optimizer),
             "states": {
                 name: {k: x for k, x in optimizer.state.get(p, {}).items() if not isinstance(x, torch.Tensor)}
-                for name, p in named_parameters_in(module)
+                for name, p in named_trained(module, optimizer)
             },
         }
     encoded = {key: encode(value, key, take) for key, value in said.items()}
@@ -292,7 +301,7 @@ class Loading:
         self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
     ) -> None:
         self._checkpoint, self._module, self._optimizer, self._mesh = checkpoint, module, optimizer, mesh
-        self._names = {id(p): name for name, p in named_parameters_in(module)}
+        self._names = {id(p): name for name, p in named_trained(module, optimizer)}
         self._states = {} if optimizer is None else states_of(checkpoint)
         self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
         self.error: Exception | None = None
@@ -315,6 +324,9 @@ class Loading:
                     self.fill(x)
                 else:
                     self.read(f"model.{name}", x.detach(), self._lies(x))
+            for name, p in named_trained(self._module, self._optimizer):
+                if is_beside(name):
+                    self.fill(p)
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
@@ -323,7 +335,7 @@ class Loading:
             return
         with raw():
             name, here = self._names[id(p)], plain(p.detach())
-            self.read(f"model.{name}", here, layout)
+            self.read(_value_at(name), here, layout)
             if self._optimizer is not None:
                 state = self._state(name, here, layout, isinstance(p, DTensor))
                 if state or p in self._optimizer.state:
@@ -331,7 +343,7 @@ class Loading:
 
     def _state(self, name: str, here: torch.Tensor, layout: Layout, stamped: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        saved = self._checkpoint.entries[f"model.{name}"]
+        saved = self._checkpoint.entries[_value_at(name)]
         for key, entry in self._states.get(name, {}).items():
             lies, dtype = like_parameter(layout, entry.shape), entry.dtype
             if dtype is saved.dtype and dtype.is_floating_point and entry.shape:
@@ -435,7 +447,7 @@ def take_state(own: EngineState, data: ZeroState | None, load: Callable[[], Any]
 
 
 def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
-    names = {id(p): name for name, p in named_parameters_in(module)}
+    names = {id(p): name for name, p in named_trained(module, optimizer)}
     saved = {name: group["options"] for group in groups for name in group["names"]}
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -552,7 +564,7 @@ def _of_optimizer(
             return strange
     elif known["class"] not in (kind := _kind_of(optimizer), _FORMER_KINDS.get(kind)):
         return [f"its optimizer is {known['class']}, not {kind}"]
-    names = {id(p): name for name, p in named_parameters_in(module)}
+    names = {id(p): name for name, p in named_trained(module, optimizer)}
     saved = {name for group in known["groups"] for name in group["names"]}
     grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     lines = [f"its optimizer does not hold {name}" for held in grouped for name in held if name not in saved]

@@ -24,6 +24,7 @@ from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
 from espalier.engine.batches import Loader, Orders
+from espalier.engine.beside import check_beside, held_beside, make_equal, share_gradients
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
@@ -250,6 +251,7 @@ class Engine(Surface):
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
+        make_equal(held_beside(optimizer), self.mesh)
         lay_out_states(optimizer, data, self._whole_among, self.plan.precision.parameters is not None)
         if data.offloaded_step is None:
             self._runs = FlatParams(data.rooms)
@@ -501,7 +503,7 @@ class Engine(Surface):
         After :meth:`no_sync`; or with ``Plan(accumulate=k)``, whose batch ends here if fewer than k
         micro-batches are left.
         """
-        self.passes.finish_gradients()
+        self.passes.finish_gradients([] if self.optimizer is None else held_beside(self.optimizer))
 
     def step(self) -> bool:
         """Finish the gradients, clip, update, and forget the gradients.
@@ -577,7 +579,7 @@ class Engine(Surface):
         passes.check_step()
         passes.seen.check()
         passes.finish()
-        counted = passes.counted()
+        counted = {**passes.counted(), **self._counted_beside(optimizer, known is None)}
         losses: list[torch.Tensor] = []
         under_way = Norm([*counted.values()], self.mesh, self._riders(losses.append))
         judgement = known or Judgement(self._factor())
@@ -610,6 +612,17 @@ class Engine(Surface):
             self.steps += 1
             self.pulse.step = self.steps + 1
         return judgement.may_update
+
+    def _counted_beside(self, optimizer: torch.optim.Optimizer, are_new: bool) -> dict[str, torch.Tensor]:
+        """The gradients of what optimizers hold beside the model: of those on each rank one counts."""
+        beside = held_beside(self.optimizer or optimizer)
+        if not beside:
+            return {}
+        check_beside(beside, self.plan)
+        if are_new and self.gives_own_rows:
+            share_gradients(beside, self.mesh[self.plan.batch_axes], mean=True)
+        here = beside if self.mesh.rank == 0 else ()
+        return {f"beside.{i}": p.grad for i, p in enumerate(here) if p.grad is not None}
 
     @contextmanager
     def _stepping(self, optimizer: torch.optim.Optimizer, keep: bool) -> Iterator[None]:

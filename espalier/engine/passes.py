@@ -366,8 +366,12 @@ class Passes(ABC):
         """Whether the step is due."""
         return self.accumulation is None or self.accumulation.complete
 
-    def finish_gradients(self) -> None:
-        """See :meth:`espalier.Engine.finish_gradients`."""
+    def finish_gradients(self, beside: Iterable[torch.Tensor] = ()) -> None:
+        """See :meth:`espalier.Engine.finish_gradients`.
+
+        Args:
+            beside: has gradients of the same passes, too.
+        """
         if not self.may_step:
             raise ValueError(
                 "engine.finish_gradients(): there are no gradients. Call loss = engine(batch) and "
@@ -376,7 +380,8 @@ class Passes(ABC):
         self.finish()
         self.agree()
         if (factor := self.factor()) is not None:
-            scale_gradients([p for p in parameters_in(self.call.module) if isinstance(p, DTensor)], factor)
+            own = [p for p in parameters_in(self.call.module) if isinstance(p, DTensor)]
+            scale_gradients([*own, *beside], factor)
         self.seen.note()
 
     def zero_grad(self) -> None:
@@ -848,5 +853,12 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     def step(*args: Any, **options: Any) -> Any:
         return method(held_by(), *args, **options)  # type: ignore[arg-type]
 
-    step.__func__, step.is_engines = method, True  # type: ignore[attr-defined]
+    step.__func__, step.is_engines, step.engine = method, True, made_by  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+def model_of_steps(optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """The model whose engine makes the steps of an optimizer, as :func:`bind` says."""
+    made_by = getattr(optimizer.step, "engine", None)
+    engine = None if made_by is None else made_by()
+    return None if engine is None else engine.module

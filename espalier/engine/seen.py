@@ -222,6 +222,7 @@ class SeenGradients:
             order: of the norm, above 0.
         """
         parameters = list(parameters)
+        beside = [p for p in parameters if not isinstance(p, DTensor)]  # whole on each rank
         counted = self._counted()
         if counted is None or not (self._is_finished or self.are_given or self.is_stepping):
             return None
@@ -230,6 +231,7 @@ class SeenGradients:
         asked = set(map(id, parameters))
         names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
+        own += [p.grad for p in beside if p.grad is not None and self._mesh.rank == 0]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
         is_scaled = self._scaler is not None and self.is_scaled and not self.is_stepping
         return norm / self._scaler.scale if is_scaled else norm  # type: ignore[union-attr]
@@ -303,18 +305,19 @@ def _clipping(clip: Callable[..., None]) -> Callable[..., None]:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         order = getattr(total_norm, "_order", 0.0)
         seen: set[SeenGradients] = {p.__dict__["_seen"] for p in held if "_seen" in p.__dict__}
-        known = len(seen) == 1 and order > 0
-        norm = next(iter(seen)).norm(held, order) if known else None
-        if norm is not None:
-            with raw():
-                if isinstance(total_norm, DTensor):
-                    plain(total_norm).copy_(norm)
-                    stamp(total_norm, Layout.replicated(total_norm._layout.mesh, ()))
-                else:  # of no gradients here: in torch's default dtype
-                    total_norm.data = norm.to(total_norm.device, held[0].dtype.to_real())
-        clip(held, max_norm, total_norm, *args, **kwargs)
-        if norm is not None:
-            for of in seen:
-                of.note()
+        is_ours = len(seen) == 1 and order > 0
+        norm = next(iter(seen)).norm(held, order) if is_ours else None
+        if norm is None:
+            return clip(held, max_norm, total_norm, *args, **kwargs)
+        with raw():
+            if isinstance(total_norm, DTensor):
+                plain(total_norm).copy_(norm)
+                stamp(total_norm, Layout.replicated(total_norm._layout.mesh, ()))
+            else:  # of no gradients here: in torch's default dtype
+                total_norm.data = norm.to(total_norm.device, held[0].dtype.to_real())
+            known = plain(total_norm)  # on each rank, whichever stages' gradients it was made of
+        clip(held, max_norm, known, *args, **kwargs)
+        for of in seen:
+            of.note()
 
     return clip_grads_with_norm_

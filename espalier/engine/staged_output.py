@@ -8,7 +8,7 @@ numbers and leaves buffers, attributes and generators as they were, so that look
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -20,6 +20,7 @@ from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
+from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.mesh import Mesh
@@ -59,7 +60,7 @@ class StagedPasses(Protocol):
     def output(self, inputs: Any) -> Any: ...
     def forward(self, batch: Any) -> torch.Tensor: ...
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None: ...
-    def finish_gradients(self) -> None: ...
+    def finish_gradients(self, beside: Iterable[torch.Tensor] = ()) -> None: ...
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
     def call_waiting(self) -> None: ...
@@ -100,6 +101,11 @@ class ModelRun:
         """Lay the model out for its inputs, unless it is."""
         self._passes.lay_out(self._parts(self._inputs)[0][0])
         self._written = self._passes.written()
+
+    def is_cut(self) -> bool:
+        """Whether the loss is computed on parts of the rows."""
+        mesh, plan = self._passes.mesh, self._passes.plan
+        return not self.is_whole or mesh[plan.batch_axes].size() > 1
 
     def rows(self) -> int:
         """How many the inputs given have."""
@@ -267,7 +273,9 @@ class ModelRun:
         if not self._is_aside:
             passes.call_waiting()
 
-    def train(self, captured: list[torch.Tensor], loss: LossFunction) -> torch.Tensor:
+    def train(
+        self, captured: list[torch.Tensor], loss: LossFunction, beside: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
 
         Where they went before, they go as they went then: nothing is drawn, and no buffer is written, anew.
@@ -276,6 +284,7 @@ class ModelRun:
             RuntimeError: they went before, and parameters were updated since.
         """
         passes, call = self._passes, self._passes.call
+        check_beside(beside, passes.plan)
         if self._drawn_from is not None and passes.updates != self._updates:
             raise RuntimeError(
                 "backward() through a call of the model that a loss went back through before, and its "
@@ -301,9 +310,10 @@ class ModelRun:
             numbers = leaves((self._inputs, captured), torch.Tensor)
             with gone, passes.evaluation.of_one_call(numbers), self._as_called():
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
-            passes.finish_gradients()
+            passes.finish_gradients(beside)
         finally:
             call.loss_fn = before
+        share_gradients(beside, passes.mesh["pipe"], mean=False)
         if keeps:
             self._kept, passes.keeps_outputs = kept, bool(passes.keeps_outputs)
         passes.add_gradients(earlier)

@@ -16,7 +16,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from espalier.blocks import parameters_in
+from espalier.engine.beside import check_beside
 from espalier.engine.norm import scale_gradients
+from espalier.engine.passes import model_of_steps
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
 from espalier.parallel.apart import makes_one_of_all
@@ -80,18 +82,19 @@ def check_closures(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
-    """See that an optimizer can be stepped, and is the model's."""
+    """See that an optimizer can be stepped, and is the model's; it may have others beside (a loss's)."""
     check_closures(optimizer, plan)
     _refuse_sparse(optimizer)
     _refuse_replaced_steps(optimizer, plan)
-    ids = {id(p) for p in parameters_in(model)}
-    foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
-    if foreign:
+    of_model = {id(p) for p in parameters_in(model)}
+    beside = [p for part in parts_of(optimizer) for p in _held(part) if id(p) not in of_model]
+    if beside and len(beside) == sum(len(_held(part)) for part in parts_of(optimizer)):
         raise ValueError(
-            f"The optimizer holds {foreign} parameter(s) that are not the model's. "
-            "Build it on model.parameters() of the very model given. What has parameters beside the model (a "
-            "loss, a head) goes into one module with it."
+            f"None of the {len(beside)} parameters that the optimizer holds is the model's. Build it on "
+            "model.parameters() of the very model given."
         )
+    check_beside(beside, plan)
+    _refuse_of_two_models(optimizer, model)
     if (plan.pipe > 1 or plan.branch > 1) and makes_one_of_all(optimizer):
         raise ValueError(
             f"The step of {type(optimizer).__name__} makes something of all its parameters or gradients "
@@ -100,6 +103,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             "the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the norm of all gradients), or "
             "train under a plan without pipe and branch."
         )
+
+
+def _refuse_of_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """See that no other model's engine makes the steps of an optimizer."""
+    for part in parts_of(optimizer):
+        other = model_of_steps(part)
+        if other is not None and other is not model:
+            a, b = type(other).__name__, type(model).__name__
+            raise ValueError(
+                f"{type(part).__name__} holds parameters of two models ({a} and {b}), each of which is "
+                "prepared by itself. Put them into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that "
+                "with the optimizer, and call its parts, both['a'](x); or give each an optimizer of its own."
+            )
 
 
 def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
@@ -173,19 +189,17 @@ def update(
         take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
-            scale_gradients(parameters, factor)
+            scale_gradients(held, factor)
         optimizer.step()
         settle(optimizer, parameters)
         return
-    outside = {id(p) for p in held if type(p) is not DTensor}
-
     @contextmanager
     def prepared() -> Iterator[None]:
         with holding(optimizer) as substitutes:
             if runs is not None:
                 runs.join(optimizer, substitutes)
             if factor is not None:
-                scale_gradients([p for p in _held(optimizer) if id(p) not in outside], factor)
+                scale_gradients(_held(optimizer), factor)
             fuse(optimizer, substitutes)
             yield
 

@@ -330,6 +330,18 @@ def _moments(variance: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
+@composed("_is_all_true")
+def is_all_true(x: Any) -> Any:
+    """Whether each is, as distributions ask of their arguments."""
+    return x.all()
+
+
+@composed("_is_any_true")
+def is_any_true(x: Any) -> Any:
+    """Whether one is."""
+    return x.any()
+
+
 @composed("aminmax")
 def aminmax(x: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
     """The least and the largest."""

@@ -1,0 +1,88 @@
+"""Parameters that an optimizer holds beside the model's: of a loss, or of a head that the loop calls itself.
+
+They stay plain tensors, whole on every rank, and so are their gradients: the loss is that of all rows. Where
+each rank makes a loss of its own rows, they get the mean of the ranks' gradients, as the model's do; in a
+pipeline, whose last stage makes the loss, what that has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from espalier.blocks import named_parameters_in, parameters_in
+from espalier.comm.collectives import sum_whole
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.plan import Plan
+from espalier.parallel.several import parts_of
+from espalier.tensor import DTensor, lay_out, plain
+from espalier.torch_private import raw
+
+_NAME = "(beside the model)."
+
+
+def held_beside(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of an optimizer of a model that is laid out."""
+    return [p for p in _held(optimizer) if type(p) is not DTensor]
+
+
+def named_trained(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's parameters, and under names that none of its has (:func:`is_beside`) those beside it."""
+    yield from named_parameters_in(module)
+    if optimizer is not None:
+        of_model = {id(p) for p in parameters_in(module)}
+        beside = [p for p in _held(optimizer) if id(p) not in of_model]
+        yield from ((f"{_NAME}{i}", p) for i, p in enumerate(beside))
+
+
+def is_beside(name: str) -> bool:
+    """Whether a parameter of that name is not the model's."""
+    return name.startswith(_NAME)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for part in parts_of(optimizer) for group in part.param_groups for p in group["params"]]
+
+
+def check_beside(beside: Sequence[torch.Tensor], plan: Plan) -> None:
+    """See that the program sees their gradients as they are.
+
+    Raises:
+        ValueError: they would be those of a scaled loss.
+    """
+    if beside and plan.precision.scales:
+        raise ValueError(
+            f"The optimizer holds {len(beside)} parameter(s) beside the model's, whose gradients would be "
+            "those of the scaled loss of float16. Put what has them (a loss, a head) into one module with "
+            'the model, or plan precision = "autocast-bfloat16", which needs no scale.'
+        )
+
+
+@torch.no_grad()
+def make_equal(beside: Sequence[torch.Tensor], mesh: Mesh) -> None:
+    """Have each rank start with the first rank's values, as of the model's (a collective)."""
+    if mesh.is_dry or mesh.size() == 1:
+        return
+    for p in beside:
+        first = lay_out(p.detach(), Layout.replicated(mesh, tuple(p.shape)))
+        with raw():
+            if not torch.equal(p, own := plain(first).to(p.device)):  # else losses begun go on
+                p.copy_(own)
+
+
+def share_gradients(beside: Iterable[torch.Tensor], mesh: Mesh, *, mean: bool) -> None:
+    """Make gradients the sum, or the mean, of what ranks have of them (a collective)."""
+    if mesh.is_dry or mesh.size() == 1:
+        return
+    with raw():
+        for p in beside:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            ranks_with = grad.new_full((1,), p.grad is not None)
+            sums = sum_whole(torch.cat([grad.flatten(), ranks_with]), mesh)
+            if sums[-1]:
+                p.grad = sums[:-1].view_as(grad) / (mesh.size() if mean else 1)
