@@ -28,6 +28,7 @@ from espalier.engine.row_order import Beside, beside_rows, picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tree_map
@@ -65,6 +66,7 @@ class Awaited:
         self._has_gone_back = self._is_retained = False
         self._shape: Any = None
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
+        self._is_drawn = False  # at random, when the loss goes back
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
 
     @classmethod
@@ -121,10 +123,28 @@ class Awaited:
                 "forward."
             )
         kept = Hook(hook)
-        before = Awaited(self._source, self._step)
-        self._step = _kept(hooked, (before, kept), {})._step
+        self._step = _kept(hooked, (self._before(), kept), {})._step
+        self._is_drawn = False
         self._known = self._shape = None
         return kept
+
+    def _before(self) -> Awaited:
+        """What it is now, when it is to be another."""
+        before = Awaited(self._source, self._step)
+        before._is_drawn = self._is_drawn
+        return before
+
+    def _draws(self) -> bool:
+        """Whether the call that it comes of draws random numbers."""
+        step = self._step
+        if step is None or step.func in _DRAW_NOTHING:
+            return False
+        for x in leaves([list(step.args), dict(step.kwargs)], Awaited, _SOUGHT_AWAITED):
+            x._shapes()  # beforehand: what they draw is not this one's
+        with Drawing(None) as drawing:
+            known = self._shapes()
+        by_name = known is _UNKNOWN and any(d in getattr(step.func, "__name__", "") for d in _DRAWING)
+        return bool(drawing.draws) or by_name
 
     def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
         """What can be said of a tensor without its value; kept if each micro-batch says another thing."""
@@ -235,7 +255,8 @@ class Awaited:
         beside = _beside_model(held, self._source)
         captured, by_row = _of_rows(self, [x for x in held if id(x) not in beside])
         loss = partial(_replayed, self, by_row, [*captured], beside)
-        self._known = self._source.train([*captured.values()], loss, [*beside.values()])
+        draws = _hangs_on_drawn(self)
+        self._known = self._source.train([*captured.values()], loss, [*beside.values()], draws)
         _hand_on([x for x in held if id(x) in beside], [*beside.values()], retain_graph)
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
@@ -353,8 +374,12 @@ class Awaited:
                 "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
                 "what gives one (torch.where, the function without the underscore)."
             )
-        before = Awaited(self._source, self._step)
-        self._step = _kept(func, (before, *args), kwargs)._step
+        made = _kept(func, (self._before(), *args), kwargs)
+        if isinstance(made, Awaited):
+            self._step, self._is_drawn = made._step, made._is_drawn
+        else:  # it is there already: drawn at random
+            self._step = _Step(_itself, (made,), {}, TorchState.now(self._source.device.type))
+            self._is_drawn = False
         self._known = self._shape = None
         self._is_own = True
         return self
@@ -509,9 +534,35 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     source = awaited[0]._source
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
     made = Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
-    if source.has_gone_back and func not in _PARTS and not made._wants_grad():
-        return made.value()  # as metrics take it: a tensor
-    return made
+    is_over = source.has_gone_back and func not in _PARTS and not made._wants_grad()
+    if made._draws():
+        if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
+            return _sampled(source, func, held, named)
+        made._is_drawn = True
+    return made.value() if is_over else made  # as metrics take it: a tensor
+
+
+def _sampled(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call draws that no gradient goes back through: at once, as others hang on it."""
+    if getattr(func, "__name__", "").endswith("_like") and isinstance(args[0], Awaited):
+        shapes = args[0]._shapes()
+        if isinstance(shapes, torch.Tensor):  # its values do not matter
+            args = [torch.zeros(shapes.shape, dtype=shapes.dtype, device=source.device), *args[1:]]
+    values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+    return source.sample(func, values, named)
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _hangs_on_drawn(of: Awaited) -> bool:
+    """Whether something that it is made of is drawn when the loss goes back."""
+    if of._is_drawn or of._step is None:
+        return of._is_drawn
+    return any(
+        map(_hangs_on_drawn, leaves([list(of._step.args), dict(of._step.kwargs)], Awaited, _SOUGHT_AWAITED))
+    )
 
 
 def _beside(x: Any) -> Any:
@@ -811,9 +862,7 @@ def _hand_on(
     """Let the gradients of leaves go back through what they stood for."""
     grads = {i: x.grad for i, x in enumerate(leaves) if x.grad is not None}
     if grads:
-        torch.autograd.backward(
-            [beside[i] for i in grads], [*grads.values()], retain_graph=retain_graph
-        )
+        torch.autograd.backward([beside[i] for i in grads], [*grads.values()], retain_graph=retain_graph)
 
 
 def _replayed(
@@ -854,6 +903,13 @@ def _evaluated(
         return of._shape
     if of._step is None:
         value = output()
+    elif of._is_drawn and not fresh and not on_meta:
+        raise TypeError(
+            f"{getattr(of._step.func, '__name__', of._step.func)} draws random numbers, in the last stage of "
+            "the pipeline, when the loss goes back: what is made of that has no value beside the loss's. "
+            "Draw beforehand what it hangs on (noise = torch.rand(x.shape)), let the model's forward do it, "
+            "or ask for the value of x.detach()."
+        )
     else:
 
         def inner(x: Any) -> Any:
@@ -890,6 +946,12 @@ _SEVERAL = (
 )
 _SOUGHT_AWAITED = (torch.Tensor, Awaited)
 _PARTS = (getattr, operator.getitem)
+# what calls are mostly of: not asked whether they draw
+_DRAW_NOTHING = frozenset(
+    [getattr, operator.getitem, *(getattr(operator, name) for name in "add sub mul truediv neg pow".split())]
+)
+_FLAT = frozenset("bernoulli normal poisson".split())  # whose gradients are zero
+_DRAWING = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")  # by their names
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked
 _OF_EACH = frozenset("clone contiguous cpu double float mean squeeze sum to type view_as".split())

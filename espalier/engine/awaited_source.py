@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,12 +42,23 @@ class Source(Protocol):
         """What the model gives, without gradients."""
 
     def train(
-        self, captured: list[torch.Tensor], loss: Callable[[Any, Any], Any], beside: Sequence[torch.Tensor]
+        self,
+        captured: list[torch.Tensor],
+        loss: Callable[[Any, Any], Any],
+        beside: Sequence[torch.Tensor],
+        draws: bool,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured.
 
         Args:
             beside: leaves in the loss that get gradients, on all ranks.
+            draws: whether the loss draws random numbers.
+        """
+
+    def sample(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function gives that draws random numbers, of values that no gradient goes back through.
+
+        It draws what it draws under other plans, behind the model's numbers for its output.
         """
 
     def is_cut(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier.comm.collectives import broadcast
-from espalier.comm.control import gather_objects
+from espalier.comm.control import any_says, gather_objects
 from espalier.comm.dry import values_of
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import loss_of
@@ -105,9 +105,13 @@ class MicroBatches:
         self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
         self._dice: Dice | None = None
         rolling = [split.dice for split in self._splits if split.dice is not None]
-        if rolling and not mesh.is_dry:
-            stream_of(mesh)  # agreed on by all at once, not by one stage alone
-            self._dice = Dice(mesh, of.stages.places[max(rolling)])
+        self._loss_draws = self._draws_in_loss()
+        if (rolling or self._loss_draws is not False) and not mesh.is_dry:
+            if rolling or self._loss_draws:
+                stream_of(mesh)  # agreed on by all at once, not by one stage alone
+            self._dice = Dice(mesh, of.stages.places[max(rolling, default=-1)])
+        self._is_rolling = bool(rolling)
+        self._loss_ends: States | None = None  # what the losses so far have drawn
         self._before: Snapshot | None = None
         self._writes: Mapping[str, int] = {}
         if not mesh.is_dry:
@@ -133,9 +137,13 @@ class MicroBatches:
     def leave(self) -> None:
         """When all are through."""
         self._of.pulse.action = ""
-        if self._after is not None:
-            restore(self._device, self._after)
-        if self._dice is not None:
+        ends = self._loss_ends or self._call.loss_begins or self._after
+        if ends is not None:
+            restore(self._device, ends)
+        if self._loss_draws is None and not self._of.mesh.is_dry:
+            told = any_says(self._loss_ends is not None, self._of.mesh)
+            self._loss_draws = self._call.seen_to_draw[self._model.training] = told
+        if self._dice is not None and (self._loss_draws or self._is_rolling):
             self._dice.tell()
         if self._before is not None:
             has_failed = self._of.stages.runtime.failure is not None
@@ -215,13 +223,39 @@ class MicroBatches:
         part = self._parts[micro_batch]
 
         def forward(part: Any) -> torch.Tensor:
-            return self._call.loss(self._computed(micro_batch, program, received, runner), part)
+            return self._loss(self._computed(micro_batch, program, received, runner), part)
 
         loss, number = self._of.accumulation.counted(part, forward) if self._counts else (forward(part), None)
         with raw():
             kept = plain(loss).detach()
         self.losses[micro_batch] = stamp(kept, loss._layout) if type(loss) is DTensor else kept, number
         return [loss]
+
+    def _draws_in_loss(self) -> bool | None:
+        """Whether losses draw random numbers: None if that is to be seen, by all ranks."""
+        call = self._call
+        if call.loss_fn is None:
+            return False  # the model's forward makes it
+        return call.seen_to_draw.get(self._model.training) if call.loss_draws is None else call.loss_draws
+
+    def _loss(self, output: Any, part: Any) -> torch.Tensor:
+        """The loss of a micro-batch; it draws behind what the model draws for all of them."""
+        call = self._call
+        if call.loss_fn is None or call.loss_draws is False or self._of.mesh.is_dry:
+            return call.loss(output, part)
+        begins = self._loss_ends or self._call.loss_begins or self._after
+        if begins is not None:
+            restore(self._device, begins)
+        begins = begins or states(self._device)
+        loss = call.loss(output, part)
+        ends = states(self._device)
+        if not equal(begins, ends):
+            if self._loss_draws is False:  # as seen before: nobody else knows
+                _warn_of_loss()
+                restore(self._device, begins)
+            else:
+                self._loss_ends = ends
+        return loss
 
     def weight(self, micro_batch: int) -> torch.Tensor:
         loss, number = self.losses[micro_batch]
@@ -257,6 +291,9 @@ class Prediction(MicroBatches):
 
     tensors: list[torch.Tensor] | None = None
     output: Any = None
+
+    def _draws_in_loss(self) -> bool:
+        return False  # there is none
 
     def _typed(self, part: Any) -> Any:
         return self._call.entered(part)
@@ -300,6 +337,17 @@ def _warn_of_draws(stage: int) -> None:
         "or on what it has drawn before (a layer left out by lot, say). Other stages cannot know where to go "
         "on, and go on from where that run came to: right, but not the numbers that one process draws. For "
         "these, draw as many whatever comes, or from a torch.Generator of the module's own.",
+        stacklevel=user_frame()[0],
+    )
+
+
+@lru_cache(maxsize=1)
+def _warn_of_loss() -> None:
+    # cached: once
+    warnings.warn(
+        "The loss function has drawn random numbers, and did not in its first call. Other stages go on as if "
+        "it had not: right, but not the numbers that one process draws. Draw in the first call, too, or from "
+        "a torch.Generator of its own.",
         stacklevel=user_frame()[0],
     )
 

@@ -39,6 +39,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
+from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling
@@ -61,13 +62,19 @@ class ModelCall:
         batches: cuts them.
         casts: autocast as it would be, on a dry mesh; else None.
         asked: what torch was told when the program called the model, where that was before a pass; else None.
+        loss_draws: whether the loss draws random numbers; None: not known.
+        loss_begins: the states of generators from which it does; None: those that the model ends with.
+        seen_to_draw: whether a loss was seen to draw, by whether the model trains.
     """
 
     asked: TorchState | None = None
+    loss_draws: bool | None = None
+    loss_begins: States | None = None
 
     def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, loss_fn: LossFunction | None) -> None:
         self.module, self.plan, self.mesh, self.loss_fn = module, plan, mesh, loss_fn
         self.batches = Batches(mesh, plan)
+        self.seen_to_draw: dict[bool, bool] = {}
         self.casts = DryAutocast() if mesh.is_dry and plan.precision.autocast else None
 
     def parted(self, batch: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ numbers and leaves buffers, attributes and generators as they were, so that look
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -23,6 +23,7 @@ from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
+from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
@@ -31,10 +32,11 @@ from espalier.parallel.pipeline.record import TorchState, leaves, mapped
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
-from espalier.tensor.dry_runs import States, restore, states
+from espalier.tensor.dry_runs import States, equal, restore, states
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
 from espalier.torch_private import raw
+from espalier.trees import tree_map
 
 
 class StagedPasses(Protocol):
@@ -87,6 +89,10 @@ class ModelRun:
         self.is_whole = not self.is_own and passes.plan.accumulate == 1
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
+        # before and after a value was computed in its place; what its loss is to draw from
+        self._begins: States | None = None
+        self._ends: States | None = None
+        self._loss_begins: States | None = None
         self.has_gone_back = False
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
@@ -191,8 +197,12 @@ class ModelRun:
         passes.lay_out(parts[0])  # after which buffers are others
         if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
             parts, own = self._parts(self._inputs, whole=True)  # what it remembers is of one call
+        device = passes.mesh.device()
         with self._untouched() if self._state.grad else nullcontext(), self._as_called():
+            begins = states(device)
             outputs = [passes.output(part) for part in parts]
+            if self._state.grad and self._drawn_from is None:
+                self._begins, self._ends = begins, states(device)
         if len(parts) == 1 or all(x.ndim for x in leaves(outputs[0], torch.Tensor)):
             return _joined(outputs, own)
         with self._untouched(), self._as_called():  # a loss, say, is to be of all rows
@@ -273,8 +283,51 @@ class ModelRun:
         if not self._is_aside:
             passes.call_waiting()
 
+    def sample(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function gives that draws random numbers, of values that no gradient goes back through."""
+        mesh = self._passes.mesh
+        begins, ends = (self._begins, self._ends) if self._drawn_from is None else (None, None)
+        if begins is not None and ends is not None and equal(states(mesh.device()), begins):
+            restore(mesh.device(), ends)
+
+        def laid(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+                return x
+            return stamp(x.detach().to(mesh.device()), Layout.replicated(mesh, tuple(x.shape)))
+
+        with torch.no_grad():
+            arguments, named = (tree_map(laid, x, (torch.Tensor,)) for x in (list(args), dict(kwargs)))
+            return tree_map(
+                lambda x: full_tensor(x) if isinstance(x, torch.Tensor) else x, func(*arguments, **named)
+            )
+
+    @contextmanager
+    def _drawing(self, draws: bool) -> Iterator[None]:
+        """While open, a training pass draws what the value was computed with that was asked for before it.
+
+        Args:
+            draws: whether the loss draws, too.
+        """
+        call, device = self._passes.call, self._passes.mesh.device()
+        now = states(device)
+        if self._drawn_from is None:
+            begins = now if self._begins is None else self._begins
+            self._drawn_from = begins, Generators()
+            if not equal(begins, now):
+                restore(device, begins)
+                self._loss_begins = now
+        call.loss_draws, call.loss_begins = draws, self._loss_begins
+        try:
+            yield
+        finally:
+            call.loss_draws = call.loss_begins = None
+
     def train(
-        self, captured: list[torch.Tensor], loss: LossFunction, beside: Sequence[torch.Tensor] = ()
+        self,
+        captured: list[torch.Tensor],
+        loss: LossFunction,
+        beside: Sequence[torch.Tensor] = (),
+        draws: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
 
@@ -296,8 +349,6 @@ class ModelRun:
         earlier = passes.taken_gradients()
         parts, self._own = self._parts((self._inputs, captured))
         gone = nullcontext() if self._drawn_from is None else self._untouched()
-        if self._drawn_from is None:
-            self._drawn_from = states(passes.mesh.device()), Generators()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
@@ -308,7 +359,8 @@ class ModelRun:
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
-            with gone, passes.evaluation.of_one_call(numbers), self._as_called():
+            in_order = passes.evaluation.of_one_call(numbers)
+            with gone, self._drawing(draws), in_order, self._as_called():
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(beside)
         finally:

@@ -193,6 +193,7 @@ def update(
         optimizer.step()
         settle(optimizer, parameters)
         return
+
     @contextmanager
     def prepared() -> Iterator[None]:
         with holding(optimizer) as substitutes:
