@@ -71,7 +71,7 @@ def make_equal(beside: Sequence[torch.Tensor], mesh: Mesh) -> None:
     for p in beside:
         first = lay_out(p.detach(), Layout.replicated(mesh, tuple(p.shape)))
         with raw():
-            if not torch.equal(p, own := plain(first).to(p.device)):  # else losses begun go on
+            if not torch.equal(p, own := plain(first).to(p.device)):  # what is made of it already goes on
                 p.copy_(own)
 
 

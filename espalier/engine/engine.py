@@ -24,7 +24,14 @@ from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
 from espalier.engine.batches import Loader, Orders
-from espalier.engine.beside import check_beside, held_beside, make_equal, share_gradients
+from espalier.engine.beside import (
+    check_beside,
+    held_beside,
+    is_beside,
+    make_equal,
+    named_trained,
+    share_gradients,
+)
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
@@ -154,6 +161,7 @@ class Engine(Surface):
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
         """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""
+        make_equal([p for name, p in named_trained(self.module, added) if is_beside(name)], self.mesh)
         for part in {self.optimizer or added, *parts_of(added)}:
             if steps_by_closure(part):
                 part.register_step_post_hook(partial(_count, weakref.ref(self)))
@@ -251,7 +259,6 @@ class Engine(Surface):
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
-        make_equal(held_beside(optimizer), self.mesh)
         lay_out_states(optimizer, data, self._whole_among, self.plan.precision.parameters is not None)
         if data.offloaded_step is None:
             self._runs = FlatParams(data.rooms)

@@ -328,7 +328,7 @@ def wrong_uses(rank: int, world: int) -> None:
     net = model()
     with pytest.raises(ValueError, match="needs 3 rank"):
         espalier.initialize(net, None, {"data": 3})
-    with pytest.raises(ValueError, match="not the model's"):
+    with pytest.raises(ValueError, match="is the model's"):
         espalier.initialize(net, torch.optim.SGD(model("gpt2").parameters()), {"data": world})
     with pytest.raises(ValueError, match=r"matches no module(.|\n)*unknown kind"):
         espalier.initialize(net, None, {"tensor": world}, layouts={"nowhere": "row", "head": "colum"})
