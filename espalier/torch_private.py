@@ -249,6 +249,7 @@ def detached_here(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
+ALL_TRUE, ANY_TRUE = "_is_all_true", "_is_any_true"  # functions: distributions ask whether arguments fit
 TYPED_STORAGE = "_typed_storage"  # a method: ``storage()`` without a warning
 ASIDE = ("_is_view", "_has_compatible_shallow_copy_type")  # methods that ask about memory, not about values
 

@@ -58,7 +58,7 @@ def initialize(
     Args:
         model: written for one device; ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` is called.
         optimizer: built on ``model.parameters()``; several as a list, each with its own parameters; None
-            to evaluate only.
+            to evaluate only. It may hold others beside: of a loss, or a head that the loop calls.
         plan: a :class:`Plan` or a dict of its arguments; by default all ranks on the data axis.
         mesh: where to lay it; by default the running world (torchrun's environment). It may leave out
             those of the plan's axes that have one rank.
@@ -82,7 +82,7 @@ def initialize(
             collectives included, as by :func:`espalier.compile`; a backend in place of inductor's name.
 
     Raises:
-        ValueError: mesh and plan differ, a parameter of the optimizer is not the model's, ...
+        ValueError: mesh and plan differ, no parameter of the optimizer is the model's, ...
     """
     plan = _plan(plan)
     if mesh is None:

@@ -195,7 +195,7 @@ def told(rank: int) -> None:
         assert looked_at(out, y) == first and output.call_count == asked > 0
     with pytest.raises(ValueError, match=r"two calls of the model(.|\n)*torch.cat"):
         F.cross_entropy(out.logits, y) * F.cross_entropy(model(x + 1).logits, y)
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    scale = next(model.parameters()).mean()
     with pytest.raises(ValueError, match=r"wants gradients(.|\n)*weight \* loss"):
         F.cross_entropy(out.logits * scale, y).backward()
     with pytest.raises(IndexError) as raised:

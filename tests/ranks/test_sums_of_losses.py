@@ -235,7 +235,7 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"another rank's stages(.|\n)*engine.save"):
         optimizer.load_state_dict(of_another(states))
     with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
-        (loss_of(prepared, 1) ** torch.ones((), dtype=torch.float64, requires_grad=True)).backward()
+        (loss_of(prepared, 1) ** first.square().mean()).backward()
     loss = loss_of(prepared, 1) + loss_of(prepared, 2)
     with pytest.raises(ValueError, match=r"is a sum(.|\n)*torch.cat"):
         torch.exp(loss)

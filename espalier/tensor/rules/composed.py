@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from espalier.layout.layout import normal_dim
 from espalier.sharding.spec import composed, composed_with
 from espalier.tensor.rules.reduction import normal_dims
-from espalier.torch_private import fused_weight_norm
+from espalier.torch_private import ALL_TRUE, ANY_TRUE, fused_weight_norm
 
 
 def _many(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -330,13 +330,13 @@ def _moments(variance: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-@composed("_is_all_true")
+@composed(ALL_TRUE)
 def is_all_true(x: Any) -> Any:
     """Whether each is, as distributions ask of their arguments."""
     return x.all()
 
 
-@composed("_is_any_true")
+@composed(ANY_TRUE)
 def is_any_true(x: Any) -> Any:
     """Whether one is."""
     return x.any()
