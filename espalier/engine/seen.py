@@ -288,7 +288,8 @@ def _in_one_order(grouped: Callable[..., Any]) -> Callable[..., Any]:
         tensors = lists[0]
         if not tensors:
             return {}  # a rank may have none of the gradients that are clipped by value
-        if len({x._layout.mesh for x in tensors if isinstance(x, DTensor)}) < 2:
+        meshes = {x._layout.mesh for of in lists for x in of if isinstance(x, DTensor)}
+        if len(meshes) < 2 and all(mesh.is_member for mesh in meshes):
             return grouped(lists, *args, **kwargs)
         places: dict[Any, list[int]] = {}
         for i, x in enumerate(tensors):

@@ -135,6 +135,7 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
 def _keep_precision(optimizer: torch.optim.Optimizer) -> None:
     """Have states stay in the dtypes in which they are loaded: torch gives them that of the parameter."""
     under_way: list[dict[str, Any]] = []
+    optimizer._has_masters = True  # type: ignore[attr-defined]
 
     def begin(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         under_way[:] = [state_dict]
@@ -161,14 +162,16 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 def take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> None:
     """Bring states that others gave it to where those lie that an update makes.
 
-    Plain ones are whole, and the same on every rank: ``load_state_dict`` of what one process saved.
+    Plain ones are whole, and the same on every rank: ``load_state_dict`` of what one process saved. An
+    optimizer may keep some in fewer bits than its parameters have.
     """
+    has_masters = optimizer.__dict__.get("_has_masters", False)
     for p in parameters:
         layout, state = p._layout.own, optimizer.state.get(p, {})
         for name, x in state.items():
             if not isinstance(x, torch.Tensor) or not x.ndim:
                 continue
-            if x.is_floating_point() and _is_wider(p.dtype, x.dtype):
+            if has_masters and x.is_floating_point() and _is_wider(p.dtype, x.dtype):
                 x = state[name] = x.to(p.dtype)  # of a master, which torch takes for its parameter
             if x.shape != layout.shape:
                 continue

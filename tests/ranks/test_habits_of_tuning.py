@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import espalier
@@ -264,7 +265,59 @@ def first_calls_in_inference_mode(lay: Lay) -> list[Any]:
     return [*out, *[trained(model, optimizer, step) for step in range(2)], *model.state_dict().values()]
 
 
+def averages_of_the_plain_model(lay: Lay) -> list[Any]:
+    """Made before the model is laid out, of the model itself: they stay whole on every rank."""
+    model = plain = Words()
+    averages = [
+        AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+        AveragedModel(plain, avg_fn=get_ema_avg_fn(0.5)),
+    ]
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    out: list[Any] = []
+    for step in range(3):
+        out.append(trained(model, optimizer, step))
+        for average in averages:
+            average.update_parameters(plain)
+            assert not any(isinstance(p, espalier.DTensor) for p in average.parameters())
+    return [*out, *averages[0].parameters(), *averages[1].parameters()]
+
+
+class Signs(torch.optim.Optimizer):
+    """Adds signs up, in fewer bits than parameters have: torch gives loaded states those of parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for held in self.state.values():
+            held["sum"] = held["sum"].to(torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["sum"] = torch.zeros_like(p, dtype=torch.float32)
+                assert state["sum"].dtype is torch.float32
+                state["sum"].mul_(0.5).add_((p.grad * 1e4).round().sign().float())
+                p.add_(state["sum"].to(p.dtype), alpha=-group["lr"])
+
+
+def states_of_fewer_bits(lay: Lay) -> list[Any]:
+    model, out = Words(), []
+    model, optimizer = lay(model, Signs(model.parameters(), 0.01))
+    for step in range(4):
+        out.append(trained(model, optimizer, step))
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return [*out, *model.state_dict().values()]
+
+
 PROGRAMS = (
+    averages_of_the_plain_model,
+    states_of_fewer_bits,
     first_calls_in_inference_mode,
     adapters_switched_off_and_on,
     hooks_that_a_forward_puts,
@@ -308,6 +361,7 @@ def compared(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The autograd function Product has no rule")
+@pytest.mark.filterwarnings("ignore:p.grad is None here")  # in steps of one's own
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits_of_tuning(ranks: Any) -> None:
