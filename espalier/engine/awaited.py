@@ -52,6 +52,7 @@ class _Step(NamedTuple):
     state: TorchState
 
 
+Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
 _UNKNOWN = object()  # in the place of shapes that hang on values
 
 
@@ -67,6 +68,7 @@ class Awaited:
         self._shape: Any = None
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
         self._is_drawn = False  # at random, when the loss goes back
+        self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
 
     @classmethod
@@ -250,14 +252,16 @@ class Awaited:
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        self._source.check_inputs()
-        held = _captured(self)
-        beside = _beside_model(held, self._source)
-        captured, by_row = _of_rows(self, [x for x in held if id(x) not in beside])
+        of_loss, inputs = _captured(self), self._source.wanting()
+        beside = _beside_model(of_loss, inputs, self._source)
+        captured, by_row = _of_rows(self, [x for x in of_loss if id(x) not in beside])
         loss = partial(_replayed, self, by_row, [*captured], beside)
         draws = _hangs_on_drawn(self)
-        self._known = self._source.train([*captured.values()], loss, [*beside.values()], draws)
-        _hand_on([x for x in held if id(x) in beside], [*beside.values()], retain_graph)
+        made_by = self._source.made_by
+        with self._source.together() if made_by else nullcontext():
+            self._known = self._source.train([*captured.values()], loss, beside, draws)
+            stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
+            _hand_on(stood_for, beside, retain_graph, self._only)
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
@@ -450,18 +454,30 @@ def _part_of(of: Awaited, i: int, shapes: Any) -> Any:
     return shapes if shapes is None or isinstance(shapes, str | bool) else of[i]
 
 
-def detached(inputs: Any) -> Any:
+def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
     """Inputs of a call of the model, with the values of what an earlier call has yet to compute.
 
+    Gives, too, of those through which gradients go back to that call, by ``id``, what they are values of.
+
     Raises:
-        ValueError: a gradient would go from call to call.
+        ValueError: they would, and it is no tensor.
     """
-    if any(x._wants_grad() for x in leaves(inputs, Awaited, _SOUGHT_AWAITED)):
-        raise ValueError(
-            "What one call of the model gives goes into another. In a pipeline no gradient goes from call to "
-            "call: let the model's forward go through the steps itself, or pass x.detach()."
-        )
-    return tree_map(_value_of, inputs, _SOUGHT_AWAITED)
+    made_by: dict[int, Awaited] = {}
+
+    def enter(x: Any) -> Any:
+        value = _value_of(x)
+        if not isinstance(x, Awaited) or not x._wants_grad():
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"What one call of the model gives, a {type(value).__name__}, goes into another as a whole. "
+                "In a pipeline pass the tensors in it, or let the forward go through the steps itself."
+            )
+        if value.is_floating_point():
+            made_by[id(value.requires_grad_())] = x
+        return value
+
+    return tree_map(enter, inputs, _SOUGHT_AWAITED), made_by
 
 
 def _value_of(x: Any) -> Any:
@@ -773,19 +789,32 @@ def _gradients(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """``torch.autograd.grad`` of a loss with respect to parameters of the model."""
+    """``torch.autograd.grad`` of a loss with respect to parameters of the model, to inputs, and its own."""
     (loss,) = (outputs,) if isinstance(outputs, Awaited) else outputs
     sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    held = set(map(id, loss._source.parameters()))
-    if create_graph or is_grads_batched or grad_outputs is not None or any(id(x) not in held for x in sought):
+    of_model = set(map(id, loss._source.parameters()))
+    beside = [x for x in sought if id(x) not in of_model]
+    is_whole = create_graph or is_grads_batched or grad_outputs is not None
+    is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
+    if is_whole or is_made or (beside and isinstance(loss, _Sum)):
         raise TypeError(
             "torch.autograd.grad: In a pipeline it gives the gradients of a loss with respect to the model's "
-            "parameters. Others, and those of gradients (create_graph=True), are not where the loss is: take "
-            "them in the model's forward, or train under a plan without pipe."
+            "parameters, its inputs, and parameters of the loss. Others, and those of gradients "
+            "(create_graph=True), are not where the loss is: take them in the model's forward, or train "
+            "under a plan without pipe."
         )
-    with loss._source.aside():
-        loss.backward(retain_graph=retain_graph)
-        found = [None if (grad := gradient_seen(p)) is None else _copied(grad) for p in sought]
+    before = [x.grad for x in beside]
+    try:
+        for x in beside:
+            x.grad = None
+        loss._only = beside
+        with loss._source.aside():
+            loss.backward(retain_graph=retain_graph)
+            found = [None if (grad := gradient_seen(p)) is None else _copied(grad) for p in sought]
+    finally:
+        loss._only = None
+        for x, grad in zip(beside, before, strict=True):
+            x.grad = grad
     if materialize_grads:
         return tuple(
             torch.zeros_like(p) if grad is None else grad for p, grad in zip(sought, found, strict=True)
@@ -838,38 +867,48 @@ def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch
     return by_row, beside
 
 
-def _beside_model(held: Sequence[torch.Tensor], source: Source) -> dict[int, torch.Tensor]:
-    """What else wants a gradient of a loss (its own parameters, say), by ``id``: leaves in its place.
+def _beside_model(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
+    """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:
         ValueError: the ranks that make the loss do not have it, or have it in parts.
     """
-    wanting = [x for x in held if x.requires_grad]
+    wanting = [x for x in of_loss if x.requires_grad]
     rows = source.rows() if source.is_cut() else -1
-    if any(type(x) is DTensor or (not x.is_leaf and x.shape[:1] == (rows,)) for x in wanting):
+    if any(
+        type(x) is DTensor or (x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter))
+        for x in wanting
+    ):
         raise ValueError(
             "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
             "model's output, and is not a sum: in a pipeline such things are not where it is computed. Add a "
             "penalty to the whole loss, or weigh that (loss + penalty, weight * loss); or let the model's "
             "forward compute it."
         )
-    return {id(x): x.detach().requires_grad_() for x in wanting}
+    return {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
 
 
 def _hand_on(
-    beside: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], retain_graph: bool | None
+    stood_for: Mapping[int, Any],
+    leaves: Leaves,
+    retain_graph: bool | None,
+    only: Sequence[torch.Tensor] | None,
 ) -> None:
-    """Let the gradients of leaves go back through what they stood for."""
-    grads = {i: x.grad for i, x in enumerate(leaves) if x.grad is not None}
-    if grads:
-        torch.autograd.backward([beside[i] for i in grads], [*grads.values()], retain_graph=retain_graph)
+    """Let gradients of leaves go back through what they stood for; ``only`` to these, if they are given."""
+    grads = {key: x.grad for key, x in leaves.items() if x.grad is not None}
+    awaited = {key for key in grads if isinstance(stood_for[key], Awaited)}
+    if (here := [key for key in grads if key not in awaited]) and (only is None or only):
+        roots = [stood_for[key] for key in here]
+        torch.autograd.backward(roots, [grads[key] for key in here], retain_graph=retain_graph, inputs=only)
+    for key in awaited if only is None else ():  # of another call, which goes back now
+        (stood_for[key] * grads[key]).sum().backward(retain_graph=retain_graph)
 
 
 def _replayed(
     of: Awaited,
     by_row: Beside,
     ids: Sequence[int],
-    beside: Mapping[int, torch.Tensor],
+    beside: Leaves,
     output: Any,
     captured: Sequence[torch.Tensor],
 ) -> Any:

@@ -17,11 +17,13 @@ class Source(Protocol):
         is_own: whether these are this rank's own rows.
         device: this rank's.
         has_gone_back: whether a loss made of it has.
+        made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
     """
 
     is_whole: bool
     is_own: bool
     has_gone_back: bool
+    made_by: Mapping[int, Any]
 
     @property
     def device(self) -> torch.device: ...
@@ -35,8 +37,8 @@ class Source(Protocol):
     def rows(self) -> int:
         """How many the inputs given have."""
 
-    def check_inputs(self) -> None:
-        """See that no input wants a gradient: there is none in a pipeline."""
+    def wanting(self) -> Sequence[torch.Tensor]:
+        """The inputs that want gradients."""
 
     def value(self) -> Any:
         """What the model gives, without gradients."""
@@ -45,13 +47,14 @@ class Source(Protocol):
         self,
         captured: list[torch.Tensor],
         loss: Callable[[Any, Any], Any],
-        beside: Sequence[torch.Tensor],
+        beside: Mapping[int, torch.Tensor],
         draws: bool,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured.
 
         Args:
-            beside: leaves in the loss that get gradients, on all ranks.
+            beside: leaves in the place of what else is to get gradients, of inputs and of the loss, on all
+                ranks; by ``id``.
             draws: whether the loss draws random numbers.
         """
 

@@ -20,7 +20,7 @@ from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
-from espalier.engine.awaited import Awaited, detached
+from espalier.engine.awaited import Awaited, entering
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.own_graphs import beside
@@ -79,6 +79,7 @@ class Staged(Passes):
         self._runs = 0
         self._copies = _Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
+        self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
         self._board: Board | None = None  # where stages say so
 
@@ -243,7 +244,7 @@ class Staged(Passes):
         self.loss = self.evaluation.loss
         self.seen.bar()
         if self.waiting.are_due:
-            self.finish_gradients()
+            self.finish_gradients(self.beside)
             self.waiting.hand()
 
     def call_waiting(self) -> None:
@@ -281,7 +282,8 @@ class Staged(Passes):
         if torch.is_inference_mode_enabled():  # what is traced is told of writes by versions
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
-        call = ModelRun(self, detached(tree_map(self._on_all_ranks, inputs)), rows)
+        entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
+        call = ModelRun(self, entered, rows, made_by)
         if not torch.is_grad_enabled():
             return call.value()
         if not self._is_called:

@@ -7,7 +7,6 @@ numbers and leaves buffers, attributes and generators as they were, so that look
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,7 +32,6 @@ from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, equal, restore, states
-from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
 from espalier.torch_private import raw
 from espalier.trees import tree_map
@@ -52,6 +50,7 @@ class StagedPasses(Protocol):
     first_batches: GivenBatches
     evaluation: Accumulation
     memory: Memory
+    beside: Sequence[torch.Tensor]
 
     @property
     def stages(self) -> Stages: ...
@@ -78,9 +77,10 @@ class ModelRun:
 
     Args:
         rows: as for :meth:`espalier.Engine.outputs`.
+        made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
     """
 
-    def __init__(self, passes: StagedPasses, inputs: Any, rows: str) -> None:
+    def __init__(self, passes: StagedPasses, inputs: Any, rows: str, made_by: Mapping[int, Any]) -> None:
         self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
@@ -93,7 +93,7 @@ class ModelRun:
         self._begins: States | None = None
         self._ends: States | None = None
         self._loss_begins: States | None = None
-        self.has_gone_back = False
+        self.has_gone_back, self.made_by = False, made_by
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for
@@ -117,28 +117,21 @@ class ModelRun:
         """How many the inputs given have."""
         return max((x.shape[0] for x in leaves(self._inputs, torch.Tensor) if x.ndim), default=0)
 
-    def check_inputs(self) -> None:
-        """See that no input wants a gradient.
+    def wanting(self) -> list[torch.Tensor]:
+        """The inputs that want gradients.
 
         Raises:
-            TypeError: one is made of what is trained, or is trained itself, or nothing else is.
+            TypeError: one is this rank's own rows, or those of a loader.
         """
         tensors = leaves(self._inputs, torch.Tensor)
-        wanting, trained = [x for x in tensors if x.requires_grad], self.parameters()
-        is_made = any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in wanting)
-        if is_made or (wanting and not any(p.requires_grad for p in trained)):
+        wanting = [*{id(x): x for x in tensors if x.requires_grad}.values()]
+        if wanting and (self.is_own or any(isinstance(x, DTensor) for x in wanting)):
             raise TypeError(
-                "An input of the model wants a gradient: it is made of something that is trained, or is a "
-                "parameter. In a pipeline no gradient goes back from the model to its inputs: make that a "
-                "part of the model, pass x.detach(), or train under a plan without pipe."
+                "An input of the model wants a gradient, and each rank has rows of its own. In a pipeline "
+                "none goes back to these: give all ranks the whole batch, make what wants it in the model's "
+                "forward, pass x.detach(), or train under a plan without pipe."
             )
-        if wanting:
-            warnings.warn(
-                "An input of the model has requires_grad. In a pipeline it gets no gradient (x.grad stays as "
-                "it is): what is to be made of it, make in the model's forward, or train under a plan "
-                "without pipe.",
-                stacklevel=user_frame()[0],
-            )
+        return wanting
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
@@ -326,7 +319,7 @@ class ModelRun:
         self,
         captured: list[torch.Tensor],
         loss: LossFunction,
-        beside: Sequence[torch.Tensor] = (),
+        beside: Mapping[int, torch.Tensor],
         draws: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
@@ -337,7 +330,8 @@ class ModelRun:
             RuntimeError: they went before, and parameters were updated since.
         """
         passes, call = self._passes, self._passes.call
-        check_beside(beside, passes.plan)
+        leaves_beside = [*beside.values()]
+        check_beside(leaves_beside, passes.plan)
         if self._drawn_from is not None and passes.updates != self._updates:
             raise RuntimeError(
                 "backward() through a call of the model that a loss went back through before, and its "
@@ -347,7 +341,8 @@ class ModelRun:
         if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
-        parts, self._own = self._parts((self._inputs, captured))
+        inputs = mapped(lambda x: beside.get(id(x), x), self._inputs)
+        parts, self._own = self._parts((inputs, captured))
         gone = nullcontext() if self._drawn_from is None else self._untouched()
         kept: list[Any] = []
 
@@ -357,15 +352,16 @@ class ModelRun:
 
         keeps = passes.keeps_outputs is not False
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
+        passes.beside = leaves_beside
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
             in_order = passes.evaluation.of_one_call(numbers)
             with gone, self._drawing(draws), in_order, self._as_called():
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
-            passes.finish_gradients(beside)
+            passes.finish_gradients(leaves_beside)
         finally:
-            call.loss_fn = before
-        share_gradients(beside, passes.mesh["pipe"], mean=False)
+            call.loss_fn, passes.beside = before, ()
+        share_gradients(leaves_beside, passes.mesh["pipe"], mean=False)
         if keeps:
             self._kept, passes.keeps_outputs = kept, bool(passes.keeps_outputs)
         passes.add_gradients(earlier)

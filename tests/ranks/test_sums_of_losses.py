@@ -244,7 +244,7 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(TypeError, match=r"create_graph=True(.|\n)*without pipe"):
         torch.autograd.grad(loss_of(prepared, 1), [first], create_graph=True)
     with pytest.raises(TypeError, match="the model's parameters"):
-        torch.autograd.grad(loss_of(prepared, 1), [torch.ones(2, requires_grad=True)])
+        torch.autograd.grad(loss_of(prepared, 1), [torch.ones(2, requires_grad=True) * 2])
     here = first if first.to_local().device.type != "meta" else last  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=r"began at a plain tensor(.|\n)*full_tensor"):
         here.full_tensor().sum().backward()  # type: ignore[operator]

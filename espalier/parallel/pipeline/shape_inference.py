@@ -146,7 +146,8 @@ class ShapeInference:
             return x
         layout = layout_of(x, self._mesh)
         layout = Layout.of(self._mesh, layout.axes, layout.cuts, layout.shape)
-        return stamp(torch.empty(layout.local_shape, dtype=x.dtype, device="meta"), layout)
+        bare = stamp(torch.empty(layout.local_shape, dtype=x.dtype, device="meta"), layout)
+        return bare.requires_grad_(x.requires_grad)
 
     def _run(
         self,
@@ -163,7 +164,7 @@ class ShapeInference:
         wires, rebuilds, draws = [], [], []
         alone: dict[int, SingleRank] = {}
         received: Callable[[], Trees] = tuple
-        graph = _Graph(self._twin)
+        graph = _Graph([*parameters_in(self._twin), *flatten(inputs)[0]])
         try:
             for i, program in enumerate(programs):
                 started, last = states(device), i + 1 == len(programs)
@@ -263,11 +264,14 @@ class _Graph:
 
     Attributes:
         is_sure: whether the loss hangs on all that it may hang on.
+
+    Args:
+        leaves: parameters, and inputs of the model.
     """
 
-    def __init__(self, twin: nn.Module) -> None:
+    def __init__(self, leaves: Iterable[Any]) -> None:
         self.is_sure = True
-        self._parameters = {id(p) for p in parameters_in(twin)}
+        self._leaves = set(map(id, leaves))
         self._ins: list[list[Any]] = []
         self._outs: list[list[Any]] = []
 
@@ -307,7 +311,7 @@ class _Graph:
             seen.add(node)
             if node in ins:
                 continue
-            if hasattr(node, "variable") and id(node.variable) not in self._parameters:
+            if hasattr(node, "variable") and id(node.variable) not in self._leaves:
                 return None
             stack += [beyond for beyond, _ in node.next_functions]
         return seen
@@ -377,5 +381,5 @@ def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None
 
 def _told(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        return tuple(x.shape), x.dtype, x._layout.axes if type(x) is DTensor else None
+        return tuple(x.shape), x.dtype, x.requires_grad, x._layout.axes if type(x) is DTensor else None
     return repr(x)

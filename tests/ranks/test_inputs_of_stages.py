@@ -1,0 +1,111 @@
+"""Pipelines whose inputs want gradients: attacks, prompts, models before the model, and calls upon calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import espalier
+from tests.ranks.test_habits import Lay, as_it_is, batch, net, numbers, stepped
+
+TOLERANCE = 1e-10
+SGD = partial(torch.optim.SGD, lr=0.2)
+
+
+def attacks(lay: Lay) -> list[Any]:
+    """By ``x.grad``, and by ``torch.autograd.grad``, which adds to no gradient."""
+    model, out = net(), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        x.requires_grad_()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad()
+        near = (x + 0.1 * x.grad.sign()).detach()
+        noise = torch.full_like(x, 0.01).requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(model(near + noise), y), noise)
+        assert noise.grad is None and all(p.grad is None for p in model.parameters())
+        loss = F.cross_entropy(model(near + slope), y)
+        out += [x.grad, slope, stepped(loss, optimizer).item()]
+    return [*out, *model.parameters()]
+
+
+def encoders(lay: Lay) -> list[Any]:
+    """A model that no engine knows makes what the stages are given, and a hook sees gradients once."""
+    encoder, model, prompt, seen = net(6, 5), net(5, 4), nn.Parameter(torch.ones(6)), list[Any]()
+    held = [*model.parameters(), *encoder.parameters(), prompt]
+    held[0].register_hook(lambda grad: seen.append(grad.norm().item()))
+    model, optimizer = lay(model, SGD(held))
+    losses = [F.cross_entropy(model(encoder(x + prompt)), y) for x, y in map(batch, range(1))]
+    losses = [stepped(loss, optimizer).item() for loss in losses]
+    x, y = batch(1)
+    losses.append(stepped(F.cross_entropy(model(encoder(x * prompt)), y), optimizer).item())
+    return [*losses, *seen, *held]
+
+
+def dreams(lay: Lay) -> list[Any]:
+    """Of a model that is not trained."""
+    model, dream = lay(net().requires_grad_(False)), batch(0)[0].requires_grad_()
+    optimizer = torch.optim.Adam([dream], 0.1)
+    losses = [stepped(-model(dream)[:, 1].mean(), optimizer).item() for _ in range(3)]
+    return [*losses, dream]
+
+
+def generators(lay: Lay) -> list[Any]:
+    """Two models, of which one is called on what the other gives."""
+    maker, judge, out = net(6, 6), net(6, 1), list[Any]()
+    maker, of_maker = lay(maker, SGD(maker.parameters()))
+    judge, of_judge = lay(judge, SGD(judge.parameters()))
+    for step in range(2):
+        x = batch(step)[0]
+        made = maker(x.flip(0))
+        apart = F.softplus(-judge(x)).mean() + F.softplus(judge(made.detach())).mean()
+        out += [stepped(apart, of_judge).item(), stepped(F.softplus(-judge(made)).mean(), of_maker).item()]
+    return [*out, *maker.parameters(), *judge.parameters()]
+
+
+def chains(lay: Lay) -> list[Any]:
+    """A model that is called on what it gave, with a hook that sees the whole gradient."""
+    model, out = net(6, 6), list[Any]()
+    next(model.parameters()).register_hook(lambda grad: out.append(grad.norm().item()))
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        again = model(torch.tanh(model(x)) + x)
+        out.append(stepped(F.cross_entropy(model(again)[:, :4], y), optimizer).item())
+    return [*out, *model.parameters()]
+
+
+PROGRAMS: tuple[Callable[[Lay], list[Any]], ...] = (attacks, encoders, dreams, generators, chains)
+
+
+def compared(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        for program in PROGRAMS:
+            torch.manual_seed(0)
+            expected = numbers(program(as_it_is))
+            plans: list[dict[str, Any]] = [{"pipe": 2}, {"pipe": 2, "accumulate": 2}]
+            if world == 4:
+                plans = [{"pipe": 2, "data": 2}, {"pipe": 2, "tensor": 2}]
+            for plan in plans:
+                torch.manual_seed(0)
+                given = numbers(program(partial(espalier.prepare, plan=plan)))
+                apart = (given - expected).abs().max()
+                assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.parametrize("world", [2, 4])
+def test_as_on_one_process(ranks: Any, world: int) -> None:
+    ranks(world, compared)
