@@ -109,3 +109,30 @@ def compared(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_as_on_one_process(ranks: Any, world: int) -> None:
     ranks(world, compared)
+
+
+class Parts(nn.Module):
+    """Gives a dict, and takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = net(6, 6), net(6, 6)
+
+    def forward(self, x: Any) -> dict[str, torch.Tensor]:
+        return {"x": self.last(self.first(x["x"] if isinstance(x, dict) else x))}
+
+
+def told(rank: int, world: int) -> None:
+    model = Parts()
+    model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2})
+    x = batch(0)[0].float()
+    with pytest.raises(ValueError, match=r"a dict, goes into another(.|\n)*the tensors in it"):
+        model(model(x))
+    model = net()
+    model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2}, rows="own")
+    with pytest.raises(TypeError, match=r"rows of its own(.|\n)*x\.detach"):
+        model(x.clone().requires_grad_()).sum().backward()
+
+
+def test_refused(ranks: Any) -> None:
+    ranks(2, told)

@@ -350,8 +350,6 @@ def told(rank: int, world: int) -> None:
         torch.zeros(8, 4, dtype=torch.float64)[:, 1:3] = out[:, :2]
     with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
         torch.zeros(8, 4, dtype=torch.float64).copy_(out)
-    with pytest.raises(ValueError, match=r"goes into another(.|\n)*detach"):
-        model(torch.cat([out, out[:, :2]], 1))
     assert model(torch.cat([out, out[:, :2]], 1).detach()).shape == (8, 4)
     twin = copy.deepcopy(model)
     assert twin(x).shape == (8, 4)
