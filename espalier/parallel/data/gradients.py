@@ -185,9 +185,7 @@ class Gradients:
         if grad is None:
             return False
         self._had.add(id(m.p))
-        if type(grad) is DTensor and m.dim is not None and grad._layout.axes == m.shard.axes != m.full.axes:
-            if any(self.mesh.coordinate[a] for a in m.outer):
-                plain(grad).zero_()
+        if type(grad) is DTensor and m.dim is not None and grad._layout.cuts == m.shard.cuts != m.full.cuts:
             m.p.__dict__["_reduced"] = grad
             _grad.__set__(m.p, None)
             return True
@@ -219,7 +217,9 @@ class Gradients:
         for m, piece, grad in zip(chunk.members, chunk.pieces(chunk.gradient), shown, strict=True):
             if grad is not None:
                 self._had.add(id(m.p))
-            if grad is None or (self.reduced and any(self.mesh.coordinate[a] for a in m.outer)):
+            if grad is None or any(
+                self.mesh.coordinate[a] for a in m.outer if not is_partial(grad._layout.axes[a])
+            ):
                 piece.zero_()
             elif plain(grad).data_ptr() != piece.data_ptr():
                 piece.copy_(plain(grad))
@@ -255,12 +255,15 @@ class Gradients:
         if self._looks_ahead:
             return
         self._looks_ahead = True
-        for m in (m for chunk in self.chunks for m in chunk.members if m.p.requires_grad):
+        for m in (m for chunk in self.chunks for m in chunk.members):
             self._watch_before(m)
 
     def _watch_before(self, m: ShardedParam) -> None:
         with raw():
+            trains = m.p.requires_grad  # a GAN's discriminator may be frozen for the time of this pass
+            m.p.requires_grad_(True)
             m.p.register_hook(partial(_call, weakref.WeakMethod(self._come_before)))
+            m.p.requires_grad_(trains)
 
     def _come_before(self, grad: torch.Tensor) -> None:
         if not self._is_open and self.unannounced is not None:

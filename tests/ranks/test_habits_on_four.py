@@ -1,0 +1,136 @@
+"""Loops as researchers write them, on four ranks, under plans that join several kinds: as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import espalier
+
+TOLERANCE = 1e-10
+Lay = Callable[..., Any]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
+def gradients_given(lay: Lay) -> list[Any]:
+    """Gradients of several losses are taken aside, mixed, and given instead; a pass may add to them."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    seen: list[Any] = []
+    for step in range(4):
+        taken = []
+        for part in range(2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch(2 * step + part)[0]), batch(step)[1])
+            loss.backward()
+            taken.append([p.grad.clone() for p in model.parameters()])
+            seen.append(loss.item())
+        if step != 1:  # then they are given in the place of others
+            optimizer.zero_grad()
+        for p, one, other in zip(model.parameters(), *taken, strict=True):
+            p.grad = one - 0.5 * other
+        if step == 2:
+            F.cross_entropy(model(batch(9)[0]), batch(9)[1]).backward()
+        seen += [p.grad.detach().clone() for p in model.parameters()]
+        if step == 3:
+            for p, (one, other) in zip(model.parameters(), zip(*taken, strict=True), strict=True):
+                p.grad += one * other
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    return [*seen, *model.parameters()]
+
+
+def copies_trained_beside(lay: Lay) -> list[Any]:
+    """Reptile: a copy learns a task, and the way it went is the model's gradient."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    seen: list[Any] = []
+    for step in range(2):
+        fast = copy.deepcopy(model)
+        inner = torch.optim.SGD(fast.parameters(), 0.1)
+        loss = F.cross_entropy(fast(batch(step)[0]), batch(step)[1])
+        loss.backward()
+        inner.step()
+        optimizer.zero_grad()
+        for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+            p.grad = p.data - q.data
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, *model.parameters()]
+
+
+def adversaries_in_one_box(lay: Lay) -> list[Any]:
+    """CycleGAN: parts are called by themselves; those that judge are frozen while the others learn from them."""
+    box = nn.ModuleDict({"makes": nn.Linear(6, 6), "judges": nn.Linear(6, 1)})
+    making = torch.optim.Adam(box["makes"].parameters(), 1e-2)
+    box, making, judging = lay(box, making, torch.optim.Adam(box["judges"].parameters(), 1e-2))
+    makes, judges = box["makes"], box["judges"]
+    seen: list[Any] = []
+    for step in range(2):
+        real = batch(step)[0]
+        made = makes(real)
+        judges.requires_grad_(False)
+        making.zero_grad()
+        loss = (judges(made) - 1).square().mean() + F.l1_loss(made, real)
+        loss.backward()
+        making.step()
+        judges.requires_grad_(True)
+        judging.zero_grad()
+        for rows, wanted in ((real, 1.0), (made.detach(), 0.0)):
+            judged = (judges(rows) - wanted).square().mean()
+            judged.backward()
+            seen.append(judged.item())
+        judging.step()
+        seen.append(loss.item())
+    return [*seen, *box.parameters()]
+
+
+PLANS: list[dict[str, Any]] = [
+    {"data": 2, "replicate": 2, "zero": 3},
+    {"data": 2, "replicate": 2, "zero": 2},
+    {"data": 2, "tensor": 2, "zero": 3},
+]
+PROGRAMS = (gradients_given, copies_trained_beside, adversaries_in_one_box)
+
+
+def numbers(values: list[Any]) -> torch.Tensor:
+    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
+
+
+def as_it_is(model: nn.Module, *more: Any) -> Any:
+    """What ``prepare`` gives, of plain torch."""
+    return (model, *more) if more else model
+
+
+def compared(rank: int, world: int) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for program in PROGRAMS:
+            torch.manual_seed(0)
+            expected = numbers(program(as_it_is))
+            for plan in PLANS:
+                torch.manual_seed(0)
+                given = numbers(program(partial(espalier.prepare, plan=plan)))
+                apart = (given - expected).abs().max().item()
+                assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_habits_on_four(ranks: Any) -> None:
+    ranks(4, compared)
