@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as optimizers
 
 try:
@@ -319,6 +320,11 @@ HOOK_OPTIONS = (
 )  # fmt: skip
 STATE_NOTES = "_metadata"  # of a state dict: what modules say of their version
 COMPILED_CALL = "_compiled_call_impl"  # what ``module.compile()`` has put in the place of its call
+
+
+def parametrized_values() -> dict[Any, Any]:
+    """What ``torch.nn.utils.parametrize.cached`` keeps while it is open, to be changed, too."""
+    return parametrize._cache
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:

@@ -90,6 +90,7 @@ from espalier.tensor.dtensor import layout_of
 from espalier.tensor.meshes import lie_in_each_stage
 from espalier.tensor.observers import user_frame
 from espalier.tensor.uncompiled import follow_compiler
+from espalier.torch_private import parametrized_values
 
 Rows = Literal["all", "whole", "own"]
 
@@ -247,6 +248,7 @@ class Engine(Surface):
         tell_libraries(self)
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
+        parametrized_values().clear()  # they were made of what parameters were before
         data.gather_before(self._compiled)
         self._recompute()
         if self.optimizer is not None:

@@ -22,7 +22,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.tensor.names import MOST, MOST_HELD, held_by, inner_functions, is_known, own, tables_of
-from espalier.torch_private import HOOKS, disable_modes, hooks_of_all_modules, raw
+from espalier.torch_private import HOOKS, disable_modes, hooks_of_all_modules, parametrized_values, raw
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -60,6 +60,7 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
         stack.enter_context(_torch_generators(modules))
         for hooks in hooks_of_all_modules(HOOKS):
             stack.enter_context(_emptied(hooks))
+        stack.enter_context(_emptied(parametrized_values()))
         stack.enter_context(disable_modes())
         yield
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import espalier
 
@@ -74,7 +75,7 @@ def copies_trained_beside(lay: Lay) -> list[Any]:
 
 
 def adversaries_in_one_box(lay: Lay) -> list[Any]:
-    """CycleGAN: parts are called by themselves; those that judge are frozen while the others learn from them."""
+    """CycleGAN: parts are called by themselves; who judges is frozen while the others learn of it."""
     box = nn.ModuleDict({"makes": nn.Linear(6, 6), "judges": nn.Linear(6, 1)})
     making = torch.optim.Adam(box["makes"].parameters(), 1e-2)
     box, making, judging = lay(box, making, torch.optim.Adam(box["judges"].parameters(), 1e-2))
@@ -99,12 +100,40 @@ def adversaries_in_one_box(lay: Lay) -> list[Any]:
     return [*seen, *box.parameters()]
 
 
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def parametrized_values_kept(lay: Lay) -> list[Any]:
+    """``parametrize.cached`` is open when the first call lays the model out, also with values from before."""
+    return [*with_values_kept(lay, reads=False), *with_values_kept(lay, reads=True)]
+
+
+def with_values_kept(lay: Lay, reads: bool) -> list[Any]:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    seen: list[Any] = []
+    for step in range(2):
+        x, y = batch(step)
+        with parametrize.cached():
+            if reads:
+                seen.append(model[0].weight.detach().clone())
+            loss = F.cross_entropy(model(x) + 0.1 * model(-x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        seen += [loss.item(), *(p.grad.detach().clone() for p in model.parameters())]
+        optimizer.step()
+    return [*seen, *model.parameters()]
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
     {"data": 2, "tensor": 2, "zero": 3},
 ]
-PROGRAMS = (gradients_given, copies_trained_beside, adversaries_in_one_box)
+PROGRAMS = (gradients_given, copies_trained_beside, adversaries_in_one_box, parametrized_values_kept)
 
 
 def numbers(values: list[Any]) -> torch.Tensor:
