@@ -57,9 +57,9 @@ def check_beside(beside: Sequence[torch.Tensor], plan: Plan) -> None:
     """
     if beside and plan.precision.scales:
         raise ValueError(
-            f"The optimizer holds {len(beside)} parameter(s) beside the model's, whose gradients would be "
-            "those of the scaled loss of float16. Put what has them (a loss, a head) into one module with "
-            'the model, or plan precision = "autocast-bfloat16", which needs no scale.'
+            f"{len(beside)} tensor(s) beside the model's parameters (of a loss, a head, inputs) want "
+            "gradients, which would be those of the scaled loss of float16. Put what has them into one "
+            'module with the model, or plan precision = "autocast-bfloat16", which needs no scale.'
         )
 
 

@@ -7,6 +7,7 @@ numbers and leaves buffers, attributes and generators as they were, so that look
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, equal, restore, states
+from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
 from espalier.torch_private import raw
 from espalier.trees import tree_map
@@ -121,17 +123,22 @@ class ModelRun:
         """The inputs that want gradients.
 
         Raises:
-            TypeError: one is this rank's own rows, or those of a loader.
+            TypeError: one is made of what is trained, and is this rank's own rows, or those of a loader.
         """
         tensors = leaves(self._inputs, torch.Tensor)
         wanting = [*{id(x): x for x in tensors if x.requires_grad}.values()]
-        if wanting and (self.is_own or any(isinstance(x, DTensor) for x in wanting)):
-            raise TypeError(
-                "An input of the model wants a gradient, and each rank has rows of its own. In a pipeline "
-                "none goes back to these: give all ranks the whole batch, make what wants it in the model's "
-                "forward, pass x.detach(), or train under a plan without pipe."
-            )
-        return wanting
+        in_parts = [x for x in wanting if self.is_own or isinstance(x, DTensor)]
+        if not in_parts:
+            return wanting
+        what = (
+            "An input of the model wants a gradient, and each rank has rows of its own. In a pipeline none "
+            "goes back to these: give all ranks the whole batch, make what wants it in the model's forward, "
+            "pass x.detach(), or train under a plan without pipe."
+        )
+        if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in in_parts):
+            raise TypeError(what)
+        warnings.warn(f"{what} x.grad stays as it is.", stacklevel=user_frame()[0])
+        return [x for x in wanting if not self.is_own and not isinstance(x, DTensor)]
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.

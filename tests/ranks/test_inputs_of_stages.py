@@ -131,6 +131,8 @@ def told(rank: int, world: int) -> None:
     model = net()
     model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2}, rows="own")
     with pytest.raises(TypeError, match=r"rows of its own(.|\n)*x\.detach"):
+        model(x * nn.Parameter(torch.ones(6))).sum().backward()
+    with pytest.warns(UserWarning, match=r"rows of its own(.|\n)*x\.grad stays as it is"):
         model(x.clone().requires_grad_()).sum().backward()
 
 
