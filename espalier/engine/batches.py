@@ -290,8 +290,9 @@ class Batches:
             rows = templates[first] if rows is None else rows
         held = [max(of[0], 0) for _, of in sorted(shared.items())]
         size = sum(held)
-        evened = tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows)
-        return self.local(evened, size), held
+        if held != self._even(size):  # those that lie as they are to keep their order
+            rows = tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows)
+        return self.local(rows, size), held
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
         """What the ranks say, by their coordinates along the batch axes."""

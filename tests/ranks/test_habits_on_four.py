@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader, TensorDataset
 
 import espalier
 
@@ -128,12 +130,35 @@ def with_values_kept(lay: Lay, reads: bool) -> list[Any]:
     return [*seen, *model.parameters()]
 
 
+def rows_in_their_order(lay: Lay) -> list[Any]:
+    """What a loader gives, and what the model makes of it, stands in the loader's order."""
+    model = nn.Linear(6, 4)
+    rows = torch.arange(13.0)[:, None].expand(13, 6).contiguous()
+    loaders = [DataLoader(TensorDataset(rows, torch.arange(13)), size) for size in (8, 5)]
+    model, _, *loaders = lay(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
+    seen: list[Any] = []
+    with torch.no_grad():
+        for loader in loaders:
+            outputs = []
+            for x, y in loader:
+                outputs.append(model(x))
+                seen += [x, y]
+            seen.append(torch.cat(outputs))
+    return seen
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
     {"data": 2, "tensor": 2, "zero": 3},
 ]
-PROGRAMS = (gradients_given, copies_trained_beside, adversaries_in_one_box, parametrized_values_kept)
+PROGRAMS = (
+    gradients_given,
+    copies_trained_beside,
+    adversaries_in_one_box,
+    parametrized_values_kept,
+    rows_in_their_order,
+)
 
 
 def numbers(values: list[Any]) -> torch.Tensor:
@@ -161,5 +186,6 @@ def compared(rank: int, world: int) -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.filterwarnings("ignore:A global batch of . rows leaves")
 def test_habits_on_four(ranks: Any) -> None:
     ranks(4, compared)
