@@ -429,7 +429,8 @@ def host_threads() -> Iterator[None]:
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
     """The state of an accelerator's generator, bytes in the host's memory."""
-    state: torch.Tensor = torch.get_device_module(device.type).get_rng_state(device)
+    with torch.device("cpu"):  # some make it where the program makes its tensors
+        state: torch.Tensor = torch.get_device_module(device.type).get_rng_state(device)
     return state
 
 

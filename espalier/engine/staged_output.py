@@ -311,10 +311,9 @@ class ModelRun:
         call, device = self._passes.call, self._passes.mesh.device()
         now = states(device)
         if self._drawn_from is None:
-            begins = now if self._begins is None else self._begins
-            self._drawn_from = begins, Generators()
-            if not equal(begins, now):
-                restore(device, begins)
+            self._drawn_from = self._begins or now, Generators()
+            if self._begins is not None and not equal(self._begins, now):
+                restore(device, self._begins)
                 self._loss_begins = now
         call.loss_draws, call.loss_begins = draws, self._loss_begins
         try:

@@ -59,6 +59,7 @@ CASES = [
         A(X((5, 3)), (0, 1), keepdim=True),
     ),
     case("all any", A(bools((4, 6))), A(bools((5, 2)), 0), A(X((5, 2)), 1, True), A(bools((5, 2)), (0, 1))),
+    case("_is_all_true _is_any_true", A(bools((4, 6))), A(bools((5, 2)))),
     case(
         "logsumexp",
         A(X((4, 6)), 0),
