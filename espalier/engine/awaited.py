@@ -28,6 +28,7 @@ from espalier.engine.row_order import Beside, beside_rows, picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.asked import DRAWS
 from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import memory_id, raw
@@ -136,16 +137,21 @@ class Awaited:
         before._is_drawn = self._is_drawn
         return before
 
+    def _made_of(self) -> list[Awaited]:
+        """What the call that it comes of was given, of what is yet to be computed."""
+        step = self._step
+        return [] if step is None else leaves([list(step.args), dict(step.kwargs)], Awaited, _SOUGHT_AWAITED)
+
     def _draws(self) -> bool:
         """Whether the call that it comes of draws random numbers."""
         step = self._step
         if step is None or step.func in _DRAW_NOTHING:
             return False
-        for x in leaves([list(step.args), dict(step.kwargs)], Awaited, _SOUGHT_AWAITED):
+        for x in self._made_of():
             x._shapes()  # beforehand: what they draw is not this one's
         with Drawing(None) as drawing:
             known = self._shapes()
-        by_name = known is _UNKNOWN and any(d in getattr(step.func, "__name__", "") for d in _DRAWING)
+        by_name = known is _UNKNOWN and any(d in getattr(step.func, "__name__", "") for d in DRAWS)
         return bool(drawing.draws) or by_name
 
     def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
@@ -393,8 +399,7 @@ class Awaited:
         shapes = self._shapes()
         if self._step is None or not isinstance(shapes, torch.Tensor):
             return False
-        step = [list(self._step.args), dict(self._step.kwargs)]
-        made_of = [x._shapes() for x in leaves(step, Awaited, _SOUGHT_AWAITED)]
+        made_of = [x._shapes() for x in self._made_of()]
         own = memory_id(shapes)
         every = leaves(made_of, torch.Tensor, (torch.Tensor,))
         is_known = all(x is not _UNKNOWN for x in made_of)
@@ -574,11 +579,7 @@ def _itself(x: Any) -> Any:
 
 def _hangs_on_drawn(of: Awaited) -> bool:
     """Whether something that it is made of is drawn when the loss goes back."""
-    if of._is_drawn or of._step is None:
-        return of._is_drawn
-    return any(
-        map(_hangs_on_drawn, leaves([list(of._step.args), dict(of._step.kwargs)], Awaited, _SOUGHT_AWAITED))
-    )
+    return of._is_drawn or any(map(_hangs_on_drawn, of._made_of()))
 
 
 def _beside(x: Any) -> Any:
@@ -794,9 +795,9 @@ def _gradients(
     sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]
-    is_whole = create_graph or is_grads_batched or grad_outputs is not None
+    asks_for_more = create_graph or is_grads_batched or grad_outputs is not None
     is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
-    if is_whole or is_made or (beside and isinstance(loss, _Sum)):
+    if asks_for_more or is_made or (beside and isinstance(loss, _Sum)):
         raise TypeError(
             "torch.autograd.grad: In a pipeline it gives the gradients of a loss with respect to the model's "
             "parameters, its inputs, and parameters of the loss. Others, and those of gradients "
@@ -990,7 +991,6 @@ _DRAW_NOTHING = frozenset(
     [getattr, operator.getitem, *(getattr(operator, name) for name in "add sub mul truediv neg pow".split())]
 )
 _FLAT = frozenset("bernoulli normal poisson".split())  # whose gradients are zero
-_DRAWING = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")  # by their names
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked
 _OF_EACH = frozenset("clone contiguous cpu double float mean squeeze sum to type view_as".split())

@@ -25,8 +25,14 @@ _NAME = "(beside the model)."
 
 
 def held_beside(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Those of an optimizer of a model that is laid out."""
-    return [p for p in _held(optimizer) if type(p) is not DTensor]
+    """Those of an optimizer of a model that is laid out: of each step, without looking at the model."""
+    return [p for p in held_by(optimizer) if type(p) is not DTensor]
+
+
+def beside_model(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of an optimizer that are not the model's."""
+    of_model = {id(p) for p in parameters_in(module)}
+    return [p for p in held_by(optimizer) if id(p) not in of_model]
 
 
 def named_trained(
@@ -35,9 +41,7 @@ def named_trained(
     """A model's parameters, and under names that none of its has (:func:`is_beside`) those beside it."""
     yield from named_parameters_in(module)
     if optimizer is not None:
-        of_model = {id(p) for p in parameters_in(module)}
-        beside = [p for p in _held(optimizer) if id(p) not in of_model]
-        yield from ((f"{_NAME}{i}", p) for i, p in enumerate(beside))
+        yield from ((f"{_NAME}{i}", p) for i, p in enumerate(beside_model(module, optimizer)))
 
 
 def is_beside(name: str) -> bool:
@@ -45,7 +49,8 @@ def is_beside(name: str) -> bool:
     return name.startswith(_NAME)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def held_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that an optimizer, or several as one, updates."""
     return [p for part in parts_of(optimizer) for group in part.param_groups for p in group["params"]]
 
 

@@ -24,14 +24,7 @@ from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
 from espalier.engine.batches import Loader, Orders
-from espalier.engine.beside import (
-    check_beside,
-    held_beside,
-    is_beside,
-    make_equal,
-    named_trained,
-    share_gradients,
-)
+from espalier.engine.beside import beside_model, check_beside, held_beside, make_equal, share_gradients
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
@@ -162,7 +155,7 @@ class Engine(Surface):
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
         """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""
-        make_equal([p for name, p in named_trained(self.module, added) if is_beside(name)], self.mesh)
+        make_equal(beside_model(self.module, added), self.mesh)
         for part in {self.optimizer or added, *parts_of(added)}:
             if steps_by_closure(part):
                 part.register_step_post_hook(partial(_count, weakref.ref(self)))
@@ -588,7 +581,9 @@ class Engine(Surface):
         passes.check_step()
         passes.seen.check()
         passes.finish()
-        counted = {**passes.counted(), **self._counted_beside(optimizer, known is None)}
+        counted = passes.counted()
+        if beside := self._counted_beside(optimizer, known is None):
+            counted = {**counted, **beside}
         losses: list[torch.Tensor] = []
         under_way = Norm([*counted.values()], self.mesh, self._riders(losses.append))
         judgement = known or Judgement(self._factor())

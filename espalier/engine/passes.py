@@ -860,7 +860,7 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     def step(*args: Any, **options: Any) -> Any:
         return method(held_by(), *args, **options)  # type: ignore[arg-type]
 
-    step.__func__, step.is_engines, step.engine = method, True, made_by  # type: ignore[attr-defined]
+    step.__func__, step.engine = method, made_by  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
 
 

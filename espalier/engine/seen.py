@@ -222,7 +222,6 @@ class SeenGradients:
             order: of the norm, above 0.
         """
         parameters = list(parameters)
-        beside = [p for p in parameters if not isinstance(p, DTensor)]  # whole on each rank
         counted = self._counted()
         if counted is None or not (self._is_finished or self.are_given or self.is_stepping):
             return None
@@ -231,7 +230,8 @@ class SeenGradients:
         asked = set(map(id, parameters))
         names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
-        own += [p.grad for p in beside if p.grad is not None and self._mesh.rank == 0]
+        if self._mesh.rank == 0:  # others than the model's are whole on each
+            own += [p.grad for p in parameters if not isinstance(p, DTensor) and p.grad is not None]
         norm = Norm(own, self._mesh).wait() if order == 2 else _norm_of(own, order, self._mesh)
         is_scaled = self._scaler is not None and self.is_scaled and not self.is_stepping
         return norm / self._scaler.scale if is_scaled else norm  # type: ignore[union-attr]

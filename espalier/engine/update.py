@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from espalier.blocks import parameters_in
-from espalier.engine.beside import check_beside
+from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
 from espalier.engine.passes import model_of_steps
 from espalier.engine.seen import SeenGradients
@@ -86,9 +85,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     check_closures(optimizer, plan)
     _refuse_sparse(optimizer)
     _refuse_replaced_steps(optimizer, plan)
-    of_model = {id(p) for p in parameters_in(model)}
-    beside = [p for part in parts_of(optimizer) for p in _held(part) if id(p) not in of_model]
-    if beside and len(beside) == sum(len(_held(part)) for part in parts_of(optimizer)):
+    beside = beside_model(model, optimizer)
+    if beside and len(beside) == len(held_by(optimizer)):
         raise ValueError(
             f"None of the {len(beside)} parameters that the optimizer holds is the model's. Build it on "
             "model.parameters() of the very model given."
@@ -133,7 +131,7 @@ def _refuse_replaced_steps(optimizer: torch.optim.Optimizer, plan: Plan) -> None
     if whole and plan.precision.parameters is None and plan.offload == Offload():
         return
     for part in parts_of(optimizer):
-        if step_is_replaced(part) and not getattr(part.step, "is_engines", False):
+        if step_is_replaced(part) and not hasattr(part.step, "engine"):
             raise ValueError(
                 f"{type(part).__name__}.step was replaced before the optimizer was prepared. What stands in "
                 f"its place would run within the engine's step, and see this rank's pieces ({plan}). Replace "
@@ -271,7 +269,7 @@ def _between_hooks(
     whole model, those times ``factor``.
     """
     if factor is not None:
-        scale_gradients([p for part in parts_of(optimizer) for p in _held(part)], factor)
+        scale_gradients(held_by(optimizer), factor)
     parts = parts_of(optimizer)
 
     def stepped() -> None:

@@ -40,7 +40,7 @@ from espalier.trees import leaves, tensors_in
 
 _LARGEST = 1 << 16  # bytes of a value that goes through the store
 _SMALL = 64  # elements of a tensor beside, by which values are told apart
-_DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")
+DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")  # parts of names
 # what gives the tensor itself, or the same values beside it, as ranks may find it
 _SAME = frozenset("bfloat16 contiguous cpu data.__get__ detach double float half to type_as".split())
 _SHARING = _SAME | frozenset("flatten ravel reshape reshape_as view_as".split())
@@ -148,9 +148,7 @@ class Asked(Watcher):
         if written is None or any(map(_is_own, written)):
             made_of = self._made_by(name, func, [args, kwargs])
         out = self._found(func, args, kwargs, go)
-        if any(d in name for d in _DRAWS) or not (
-            written is None or (written and all(map(_is_own, written)))
-        ):
+        if any(d in name for d in DRAWS) or not (written is None or (written and all(map(_is_own, written)))):
             self.changed()
         for x in written or ():
             if _is_own(x):

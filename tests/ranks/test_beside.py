@@ -110,17 +110,14 @@ def trained_together(rank: int, world: int) -> None:
         made_outside: PLANS[:4],
     }
     torch.set_default_dtype(torch.float64)
-    try:
-        for program, plans in programs.items():
-            torch.manual_seed(0)
-            expected = numbers(program(as_it_is))
-            for plan in plans:
-                # the first rank's values count, as of the model's; stages have their own ranks'
-                torch.manual_seed(0 if "pipe" in plan else rank)
-                apart = (numbers(program(partial(espalier.prepare, plan=plan))) - expected).abs().max()
-                assert apart < TOLERANCE, f"{program} under {plan}: {apart}"
-    finally:
-        torch.set_default_dtype(torch.float32)
+    for program, plans in programs.items():
+        torch.manual_seed(0)
+        expected = numbers(program(as_it_is))
+        for plan in plans:
+            # the first rank's values count, as of the model's; stages have their own ranks'
+            torch.manual_seed(0 if "pipe" in plan else rank)
+            apart = (numbers(program(partial(espalier.prepare, plan=plan))) - expected).abs().max()
+            assert apart < TOLERANCE, f"{program} under {plan}: {apart}"
 
 
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
@@ -132,24 +129,21 @@ def test_of_a_loss(ranks: Any) -> None:
 def of_own_rows(rank: int, world: int) -> None:
     """Each rank makes a loss of its rows: the loss's parameters are not to come apart."""
     torch.set_default_dtype(torch.float64)
-    try:
-        trained = []
-        for wrap in (None, DistributedDataParallel):
-            torch.manual_seed(0)
-            model, margins = net(6, 8), Margins()
-            model = model if wrap is None else wrap(model)
-            optimizer = ADAMW([*model.parameters(), *margins.parameters()])
-            for step in range(3):
-                x, y = batch(step)
-                if wrap is not None:
-                    x, y = x[4 * rank :][:4], y[4 * rank :][:4]
-                optimizer.zero_grad()
-                margins(model(x), y).backward()
-                optimizer.step()
-            trained.append(numbers([*model.parameters(), *margins.parameters()]))
-        assert (trained[0] - trained[1]).abs().max() < TOLERANCE
-    finally:
-        torch.set_default_dtype(torch.float32)
+    trained = []
+    for wrap in (None, DistributedDataParallel):
+        torch.manual_seed(0)
+        model, margins = net(6, 8), Margins()
+        model = model if wrap is None else wrap(model)
+        optimizer = ADAMW([*model.parameters(), *margins.parameters()])
+        for step in range(3):
+            x, y = batch(step)
+            if wrap is not None:
+                x, y = x[4 * rank :][:4], y[4 * rank :][:4]
+            optimizer.zero_grad()
+            margins(model(x), y).backward()
+            optimizer.step()
+        trained.append(numbers([*model.parameters(), *margins.parameters()]))
+    assert (trained[0] - trained[1]).abs().max() < TOLERANCE
 
 
 def test_of_own_rows(ranks: Any) -> None:
@@ -173,20 +167,17 @@ def resumed(rank: int, world: int, folder: str) -> None:
         return numbers([*model.parameters(), *margins.parameters()])
 
     torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(0)
-        first = made({"data": 2, "zero": 3})
-        trained(*first, range(2))
-        first[0].engine.save(folder)
-        expected = trained(*first, range(2, 4))
-        for plan in ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
-            second = made(plan)
-            if "pipe" in plan or "tensor" in plan:
-                second[0].engine.lay_out(batch(0)[0])
-            second[0].engine.load(folder)
-            assert (trained(*second, range(2, 4)) - expected).abs().max() < TOLERANCE
-    finally:
-        torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    first = made({"data": 2, "zero": 3})
+    trained(*first, range(2))
+    first[0].engine.save(folder)
+    expected = trained(*first, range(2, 4))
+    for plan in ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
+        second = made(plan)
+        if "pipe" in plan or "tensor" in plan:
+            second[0].engine.lay_out(batch(0)[0])
+        second[0].engine.load(folder)
+        assert (trained(*second, range(2, 4)) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")

@@ -96,23 +96,18 @@ def of_engines(training: bool, plan: dict[str, Any]) -> torch.Tensor:
 
 def compared(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
-    try:
-        for drawn in DRAWN:
-            expected = trained(net, drawn, {"data": 2})
-            plans: list[dict[str, Any]] = [{"pipe": 2}]
-            plans += [{"pipe": 2, "accumulate": 2}] * (drawn in IN_PARTS)
-            for plan in plans:
-                apart = (trained(net, drawn, plan) - expected).abs().max()
-                assert apart < TOLERANCE, f"{drawn.__name__} under {plan}: {apart}"
-        for drawn in (dropped, chosen, acted):  # behind what the model draws
-            apart = (
-                (trained(dropping, drawn, {"pipe": 2}) - trained(dropping, drawn, {"data": 2})).abs().max()
-            )
-            assert apart < TOLERANCE, f"{drawn.__name__} of a model that draws: {apart}"
-        apart = (of_engines(True, {"pipe": 2}) - of_engines(True, {"data": 2})).abs().max()
-        assert apart < TOLERANCE, f"a loss function: {apart}"
-    finally:
-        torch.set_default_dtype(torch.float32)
+    for drawn in DRAWN:
+        expected = trained(net, drawn, {"data": 2})
+        plans: list[dict[str, Any]] = [{"pipe": 2}]
+        plans += [{"pipe": 2, "accumulate": 2}] * (drawn in IN_PARTS)
+        for plan in plans:
+            apart = (trained(net, drawn, plan) - expected).abs().max()
+            assert apart < TOLERANCE, f"{drawn.__name__} under {plan}: {apart}"
+    for drawn in (dropped, chosen, acted):  # behind what the model draws
+        apart = (trained(dropping, drawn, {"pipe": 2}) - trained(dropping, drawn, {"data": 2})).abs().max()
+        assert apart < TOLERANCE, f"{drawn.__name__} of a model that draws: {apart}"
+    apart = (of_engines(True, {"pipe": 2}) - of_engines(True, {"data": 2})).abs().max()
+    assert apart < TOLERANCE, f"a loss function: {apart}"
 
 
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
@@ -132,7 +127,6 @@ def of_parts(rank: int, world: int) -> list[float]:
     ):
         make({"pipe": 2, "accumulate": 2})
         numbers_after.append(torch.rand(()).item())
-    torch.set_default_dtype(torch.float32)
     return numbers_after
 
 

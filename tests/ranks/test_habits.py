@@ -791,7 +791,9 @@ def as_it_is(model: nn.Module, *more: Any) -> Any:
     return (model, *more) if more else model
 
 
-def compare(program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def compare(
+    program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]], tolerance: float = TOLERANCE
+) -> None:
     """That a program gives by each plan, and with these options of ``prepare``, what plain torch gives."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -802,7 +804,7 @@ def compare(program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]]
             torch.manual_seed(0)
             given = numbers(program(partial(espalier.prepare, plan=plan, **options)))
             apart = (given - expected).abs().max().item()
-            assert apart < TOLERANCE, f"{program.__name__} under {plan}, {options}: {apart}"
+            assert apart < tolerance, f"{program.__name__} under {plan}, {options}: {apart}"
     finally:
         torch.set_default_dtype(before)
 

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.checkpoint import checkpoint
 
 import espalier
+from tests.ranks.test_habits import compare
 
 TOLERANCE = 1e-9
 Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
@@ -337,27 +338,11 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
-def numbers(values: list[Any]) -> torch.Tensor:
-    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
-
-
 def compared(rank: int, world: int) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        for program in PROGRAMS:
-            torch.manual_seed(0)
-            expected = numbers(program(lambda model, *more: (model, *more)))
-            for plan in PLANS:
-                if program is hooks_that_a_forward_puts and "accumulate" in plan:
-                    continue  # a sum of means over tokens and over features
-                torch.manual_seed(0)
-                lay = lambda model, *more, plan=plan: espalier.prepare(model, *more, plan=plan)  # noqa: E731
-                given = numbers(program(lay))
-                apart = (given - expected).abs().max().item()
-                assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
-    finally:
-        torch.set_default_dtype(before)
+    for program in PROGRAMS:
+        # of parts it would be a sum of means over tokens and over features
+        whole = program is hooks_that_a_forward_puts
+        compare(program, [(plan, {}) for plan in PLANS if not (whole and "accumulate" in plan)], TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:The autograd function Product has no rule")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
-import espalier
+from tests.ranks.test_habits import compare
 
 TOLERANCE = 1e-10
 Lay = Callable[..., Any]
@@ -161,29 +160,9 @@ PROGRAMS = (
 )
 
 
-def numbers(values: list[Any]) -> torch.Tensor:
-    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
-
-
-def as_it_is(model: nn.Module, *more: Any) -> Any:
-    """What ``prepare`` gives, of plain torch."""
-    return (model, *more) if more else model
-
-
 def compared(rank: int, world: int) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        for program in PROGRAMS:
-            torch.manual_seed(0)
-            expected = numbers(program(as_it_is))
-            for plan in PLANS:
-                torch.manual_seed(0)
-                given = numbers(program(partial(espalier.prepare, plan=plan)))
-                apart = (given - expected).abs().max().item()
-                assert apart < TOLERANCE, f"{program.__name__} under {plan}: {apart}"
-    finally:
-        torch.set_default_dtype(before)
+    for program in PROGRAMS:
+        compare(program, [(plan, {}) for plan in PLANS], TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:A global batch of . rows leaves")
