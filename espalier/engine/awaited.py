@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
 from espalier.tensor.dry_runs import Drawing
+from espalier.tensor.observers import program_asks_kind
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tree_map
@@ -37,6 +39,7 @@ from espalier.trees import leaves, tree_map
 _CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
 _ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
 _QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
+_OF_DICTS = frozenset("get items keys values".split())
 _OF_GRADIENTS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
 _OF_ROWS = frozenset("shape size numel nelement".split())  # another in each micro-batch
 _IN_PLACE = {
@@ -90,11 +93,25 @@ class Awaited:
             return _written(func, name, args, kwargs)
         return _kept(func, args, kwargs)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What it will be: ``isinstance`` of a program tells tensors, tuples and dicts apart."""
+        if not program_asks_kind(sys._getframe(1)):
+            return type(self)
+        will_be = self._will_be()
+        return type(self) if will_be is _UNKNOWN else type(will_be)
+
+    def _will_be(self) -> Any:
+        """It, with tensors that have no data, of a batch of any shape."""
+        return self._source.form() if self._step is None else self._shapes()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not _UNKNOWN:
             return constant
+        if (will_be := self._will_be()) is not _UNKNOWN and not hasattr(will_be, name):
+            raise AttributeError(f"{type(will_be).__name__!r} object has no attribute {name!r}")
         kept = partial(_kept, getattr, (self, name), {})
         return (
             self._asked(name, lambda x: getattr(x, name), kept) if name in _ATTRIBUTES else self._part(kept())
@@ -110,6 +127,8 @@ class Awaited:
             return of._asked(name, lambda x: getattr(x, name)(*args, **kwargs), kept)
         if name in _OF_GRADIENTS:
             return of._hook(name, *args, **kwargs)
+        if name in _OF_DICTS and isinstance(will_be := of._will_be(), dict):
+            return getattr({key: of[key] for key in will_be}, name)(*args, **kwargs)
         return of._write(_call_method, (name, *args), kwargs) if _is_in_place(name) else kept()
 
     def _hook(self, name: str, hook: Callable[..., Any] | None = None) -> Hook:
@@ -344,14 +363,16 @@ class Awaited:
             )
         return len(sized)
 
+    def __contains__(self, key: Any) -> bool:
+        will_be = self._will_be()
+        return key in (will_be if isinstance(will_be, dict) else self.value())
+
     def __iter__(self) -> Iterator[Any]:
         shapes = self._shapes()
         if isinstance(shapes, torch.Tensor) and not shapes.ndim:
             raise TypeError(
                 "iteration over a number that a pipeline has yet to compute. If this is GradScaler.scale: "
-                "in float16 the engine scales, Plan(precision='autocast-float16'); bfloat16 needs no scale. "
-                "If the program asks isinstance(x, torch.Tensor): that is False before x is computed. Write "
-                "out what is to be done, as in hidden = tuple(h.detach() for h in hidden)."
+                "in float16 the engine scales, Plan(precision='autocast-float16'); bfloat16 needs no scale."
             )
         if isinstance(shapes, tuple | list):
             return (_part_of(self, i, x) for i, x in enumerate(shapes))
@@ -657,8 +678,8 @@ class _Sum(Awaited):
         self._terms = [*map(_Term, losses.values()), *others]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
         if name in (*_ATTRIBUTES, *_QUESTIONS):
             return getattr(self._shapes(), name) if name != "device" else self._source.device
         return partial(self._each, name)
@@ -670,6 +691,9 @@ class _Sum(Awaited):
         if name in _OF_EACH:
             return _Sum([term.done(partial(_call_method, **kwargs), name, *args) for term in self._terms])
         return _kept(_call_method, (self, name, *args), kwargs)
+
+    def _will_be(self) -> Any:
+        return self._shapes()
 
     def _shapes(self) -> Any:
         parts = [_without_data(x) if isinstance(x, torch.Tensor) else x._shapes() for x in self._parts()]

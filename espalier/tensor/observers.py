@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import os
 import sys
 import warnings
@@ -177,6 +178,10 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODULE_CALL: CodeType = module_call.__code__
 
 
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_OURS) and not code.co_filename.startswith(_MODELS)
+
+
 def user_frame() -> tuple[int, FrameType]:
     """The first frame that is neither the library's nor torch's, and how far it is above the caller's."""
     level, frame = 1, sys._getframe(1)
@@ -221,7 +226,39 @@ def called_by_program() -> bool:
     caller = None if frame is None else _below_methods(frame.f_back)
     if caller is None or caller.co_name == "zero_grad":
         return False
-    return not caller.co_filename.startswith(_OURS) or caller.co_filename.startswith(_MODELS)
+    return not _is_ours(caller)
+
+
+def program_asks_kind(frame: FrameType | None) -> bool:
+    """Whether a frame asks by ``isinstance`` what something is, and is the program's or called by it.
+
+    The C++ of torch asks for ``__class__``, too, and takes what says that it is a tensor for one in memory.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen abc"):
+        frame = frame.f_back  # of a class like Mapping
+    if frame is None or not _runs_isinstance(frame):
+        return False
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and not _is_ours(frame.f_code)
+
+
+def _runs_isinstance(frame: FrameType) -> bool:
+    """Whether what a frame has come to is a call of ``isinstance``, or a case of a match."""
+    instructions = [*dis.get_instructions(frame.f_code)]
+    (now,) = (i for i in instructions if i.offset == frame.f_lasti)
+    if not now.opname.endswith("CALL"):
+        return now.opname == "MATCH_CLASS"
+    begins = _begins(now)  # a call's name stands where the call begins
+    return begins is not None and any(i.argval == "isinstance" and _begins(i) == begins for i in instructions)
+
+
+def _begins(instruction: dis.Instruction) -> tuple[int, int] | None:
+    """The line and column where its text begins; None if that is not known (``-X no_debug_ranges``)."""
+    place = instruction.positions
+    if place is None or place.lineno is None or place.col_offset is None:
+        return None
+    return place.lineno, place.col_offset
 
 
 def asked_by_program() -> bool:

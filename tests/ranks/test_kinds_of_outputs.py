@@ -1,0 +1,147 @@
+"""Programs that ask what kind of thing a pipeline's output is, before it is computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import ModelOutput
+
+from tests.ranks.test_habits import Lay, batch, compare, net, stepped
+
+SGD = partial(torch.optim.SGD, lr=0.2)
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    norm: torch.Tensor
+
+
+@dataclass
+class Output(ModelOutput):
+    logits: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    more: torch.Tensor | None = None
+
+
+class Giving(nn.Module):
+    """A model that gives what it computes in one of several kinds."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layers, self.kind = net(), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.layers(x)
+        given = {"logits": logits, "norm": logits.square().sum(-1)}
+        return self.kind(**given)
+
+
+def alone(logits: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def listed(logits: torch.Tensor, norm: torch.Tensor) -> list[torch.Tensor]:
+    return [logits, norm]
+
+
+def paired(logits: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits, norm
+
+
+KINDS: tuple[Any, ...] = (alone, listed, paired, Pair, dict, OrderedDict, Output)
+
+
+def loss_of(out: Any, y: torch.Tensor) -> Any:
+    """As loops ask that go with any model."""
+    assert hasattr(out, "items") == isinstance(out, dict) and not hasattr(out, "loss")
+    assert hasattr(out, "logits") == isinstance(out, Pair | Output) and hasattr(
+        out, "numel"
+    ) == torch.is_tensor(out)
+    loss = torch.zeros(())
+    if isinstance(out, ModelOutput):
+        assert "logits" in out and "more" not in out and out.get("more") is None
+    match out:
+        case torch.Tensor():
+            assert torch.is_tensor(out)
+        case dict() | tuple() | list():
+            assert not torch.is_tensor(out)
+        case _:
+            raise AssertionError(type(out))
+    if torch.is_tensor(out):
+        assert isinstance(out, torch.Tensor) and not isinstance(out, nn.Parameter | tuple | Mapping)
+        logits = out
+    elif isinstance(out, Mapping):
+        assert isinstance(out, dict) and not isinstance(out, torch.Tensor | Sequence)
+        assert "norm" in out and "loss" not in out and [*out] == [*out.keys()] == ["logits", "norm"]
+        out = {**out}
+        logits = out.pop("logits")
+        loss = sum(0.1 * value.mean() for name, value in out.items() if name != "loss")
+    else:
+        assert isinstance(out, tuple | list) and not isinstance(out, torch.Tensor | dict)
+        if isinstance(out, Pair):
+            loss = 0.3 * out.norm.mean()
+        logits, *others = out
+        loss = loss + sum(0.1 * x.mean() for x in others if isinstance(x, torch.Tensor))
+    return loss + F.cross_entropy(logits, y)
+
+
+def kinds(kind: Any, lay: Lay) -> list[Any]:
+    model, out = Giving(kind), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        out.append(stepped(loss_of(model(x), y), optimizer).item())
+        with torch.no_grad():
+            out.append(loss_of(model(x), y).item())
+    return [*out, *model.parameters()]
+
+
+def repackaged(hidden: Any) -> Any:
+    """As in torch's example of a language model."""
+    if isinstance(hidden, torch.Tensor):
+        return hidden.detach()
+    return tuple(repackaged(h) for h in hidden)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.LSTM(6, 5, 2, batch_first=True), net(5, 4)
+
+    def forward(self, x: torch.Tensor, hidden: Any = None) -> tuple[torch.Tensor, Any]:
+        out, hidden = self.cell(x.unsqueeze(1), hidden)
+        return self.last(out.squeeze(1)), tuple(h.transpose(0, 1) for h in hidden)
+
+
+def handed_on(lay: Lay) -> list[Any]:
+    """A recurrent model's state, which goes from step to step."""
+    model, out, hidden = Recurrent(), list[Any](), (torch.zeros(8, 2, 5), torch.zeros(8, 2, 5))
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(3):
+        x, y = batch(step)
+        hidden = tuple(h.transpose(0, 1).contiguous() for h in repackaged(hidden))
+        logits, hidden = model(x, hidden)
+        out.append(stepped(F.cross_entropy(logits, y), optimizer).item())
+    return [*out, *repackaged(hidden), *model.parameters()]
+
+
+def compared(rank: int, world: int) -> None:
+    for kind in KINDS:
+        program = partial(kinds, kind)
+        program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
+        compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
+    compare(handed_on, [({"pipe": 2}, {}), ({"data": 2}, {})])
+
+
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:Recurrent cannot be split:espalier.parallel.compose.UndividedWarning")
+def test_kinds_of_outputs(ranks: Any) -> None:
+    ranks(2, compared)
