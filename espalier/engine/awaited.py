@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm import all_reduce
-from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Hook, Source, hooked
-from espalier.engine.row_order import Beside, beside_rows, picked, picks
+from espalier.engine.going_back import beside_model, hand_on, of_rows, replayed
+from espalier.engine.kept import SOUGHT, UNKNOWN, Kept, Step, captured, evaluated, in_order, without_data
+from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
@@ -36,7 +37,6 @@ from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tree_map
 
-_CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
 _ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
 _QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
 _OF_DICTS = frozenset("get items keys values".split())
@@ -47,31 +47,15 @@ _IN_PLACE = {
 }
 
 
-class _Step(NamedTuple):
-    """One call that was kept, and what torch was told then."""
-
-    func: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    state: TorchState
-
-
-Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
-_UNKNOWN = object()  # in the place of shapes that hang on values
-
-
-class Awaited:
+class Awaited(Kept):
     """An output of the model, or what was made of one, before it is there."""
 
     __array_ufunc__ = None  # a number of NumPy's times this is this, as with tensors
 
-    def __init__(self, source: Source, step: _Step | None = None) -> None:
-        self._source, self._step = source, step
-        self._known: Any = None
+    def __init__(self, source: Source, step: Step | None = None) -> None:
+        super().__init__(source, step)
         self._has_gone_back = self._is_retained = False
-        self._shape: Any = None
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
-        self._is_drawn = False  # at random, when the loss goes back
         self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
 
@@ -99,7 +83,7 @@ class Awaited:
         if not program_asks_kind(sys._getframe(1)):
             return type(self)
         will_be = self._will_be()
-        return type(self) if will_be is _UNKNOWN else type(will_be)
+        return type(self) if will_be is UNKNOWN else type(will_be)
 
     def _will_be(self) -> Any:
         """It, with tensors that have no data, of a batch of any shape."""
@@ -108,9 +92,9 @@ class Awaited:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not _UNKNOWN:
+        if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not UNKNOWN:
             return constant
-        if (will_be := self._will_be()) is not _UNKNOWN and not hasattr(will_be, name):
+        if (will_be := self._will_be()) is not UNKNOWN and not hasattr(will_be, name):
             raise AttributeError(f"{type(will_be).__name__!r} object has no attribute {name!r}")
         kept = partial(_kept, getattr, (self, name), {})
         return (
@@ -156,11 +140,6 @@ class Awaited:
         before._is_drawn = self._is_drawn
         return before
 
-    def _made_of(self) -> list[Awaited]:
-        """What the call that it comes of was given, of what is yet to be computed."""
-        step = self._step
-        return [] if step is None else leaves([list(step.args), dict(step.kwargs)], Awaited, _SOUGHT_AWAITED)
-
     def _draws(self) -> bool:
         """Whether the call that it comes of draws random numbers."""
         step = self._step
@@ -170,7 +149,7 @@ class Awaited:
             x._shapes()  # beforehand: what they draw is not this one's
         with Drawing(None) as drawing:
             known = self._shapes()
-        by_name = known is _UNKNOWN and any(d in getattr(step.func, "__name__", "") for d in DRAWS)
+        by_name = known is UNKNOWN and any(d in getattr(step.func, "__name__", "") for d in DRAWS)
         return bool(drawing.draws) or by_name
 
     def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
@@ -182,30 +161,10 @@ class Awaited:
             return kept()
         return self._source.device if name == "device" else ask(shapes)
 
-    def _shapes(self) -> Any:
-        """It, with tensors that have no data, and need gradients if it does; ``_UNKNOWN`` if that fails."""
-        if self._shape is None:
-            output = self._source.shapes()
-            with torch.enable_grad():
-                try:
-                    self._shape = _evaluated(self, {}, {}, lambda: output, on_meta=True)
-                except Exception:  # it hangs on values, or is computed where there is data alone
-                    self._shape = _UNKNOWN
-        return self._shape
-
-    def _wants_grad(self) -> bool:
-        """Whether gradients would go back through it, as it is used here."""
-        if not torch.is_grad_enabled():
-            return False
-        shapes = self._shapes()
-        return shapes is _UNKNOWN or any(
-            x.requires_grad for x in leaves(shapes, torch.Tensor, (torch.Tensor,))
-        )
-
     def __getitem__(self, key: Any) -> Any:
         if self._step is None and isinstance(key, str | int):
             constant = _constant(operator.getitem, self._source.form(), key)
-            if constant is not _UNKNOWN:
+            if constant is not UNKNOWN:
                 return constant
         if isinstance(key, tuple) and leaves([key], torch.Tensor) and picks(self._shapes(), key):
             return _kept(picked, (self, key[1]), {})
@@ -277,16 +236,16 @@ class Awaited:
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        of_loss, inputs = _captured(self), self._source.wanting()
-        beside = _beside_model(of_loss, inputs, self._source)
-        captured, by_row = _of_rows(self, [x for x in of_loss if id(x) not in beside])
-        loss = partial(_replayed, self, by_row, [*captured], beside)
-        draws = _hangs_on_drawn(self)
+        of_loss, inputs = captured(self), self._source.wanting()
+        beside = beside_model(of_loss, inputs, self._source)
+        by_row, beside_rows = of_rows(self, [x for x in of_loss if id(x) not in beside])
+        loss = partial(replayed, self, beside_rows, [*by_row], beside)
+        draws = any(one._is_drawn for one in in_order(self, Kept._made_of))
         made_by = self._source.made_by
         with self._source.together() if made_by else nullcontext():
-            self._known = self._source.train([*captured.values()], loss, beside, draws)
+            self._known = self._source.train([*by_row.values()], loss, beside, draws)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
-            _hand_on(stood_for, beside, retain_graph, self._only)
+            hand_on(stood_for, beside, retain_graph, self._only)
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
@@ -307,7 +266,7 @@ class Awaited:
         """What it is, without gradients: all ranks must ask."""
         if self._known is None:
             with torch.no_grad():
-                self._known = _evaluated(self, {}, {}, self._source.value)
+                self._known = evaluated(self, {}, self._source.value)
         return self._known
 
     def item(self) -> Any:
@@ -356,7 +315,7 @@ class Awaited:
 
     def __len__(self) -> int:
         shapes = self._shapes()
-        sized = self.value() if shapes is _UNKNOWN else shapes
+        sized = self.value() if shapes is UNKNOWN else shapes
         if isinstance(sized, torch.Tensor) and not sized.ndim:
             raise TypeError(
                 "A number that a pipeline has yet to compute has no length: x.item() asks for it."
@@ -380,7 +339,7 @@ class Awaited:
             return iter(_kept(list, (self,), {}))
         if not self._wants_grad():
             return iter(self.value())
-        if shapes is _UNKNOWN or not self._source.is_whole:
+        if shapes is UNKNOWN or not self._source.is_whole:
             raise TypeError(
                 "A loop over the rows of what a pipeline has yet to compute: its loss is computed on each "
                 "micro-batch, and knows no single rows. Use calls of torch on all of them, or detach() it."
@@ -409,7 +368,7 @@ class Awaited:
         if isinstance(made, Awaited):
             self._step, self._is_drawn = made._step, made._is_drawn
         else:  # it is there already: drawn at random
-            self._step = _Step(_itself, (made,), {}, TorchState.now(self._source.device.type))
+            self._step = _step(self._source, _itself, (made,), {})
             self._is_drawn = False
         self._known = self._shape = None
         self._is_own = True
@@ -423,7 +382,7 @@ class Awaited:
         made_of = [x._shapes() for x in self._made_of()]
         own = memory_id(shapes)
         every = leaves(made_of, torch.Tensor, (torch.Tensor,))
-        is_known = all(x is not _UNKNOWN for x in made_of)
+        is_known = all(x is not UNKNOWN for x in made_of)
         return is_known and all(memory_id(x) != own for x in every)
 
     __hash__ = object.__hash__
@@ -467,12 +426,12 @@ def _is_in_place(name: str) -> bool:
 def _constant(get: Callable[[Any, Any], Any], form: Any, key: Any) -> Any:
     """A part of an output that is there in every batch, as it is none of its tensors: a None, or a name."""
     if isinstance(form, torch.Tensor):
-        return _UNKNOWN
+        return UNKNOWN
     try:
         part = get(form, key)
     except Exception:  # who computes it says so
-        return _UNKNOWN
-    return part if part is None or isinstance(part, str | bool) else _UNKNOWN
+        return UNKNOWN
+    return part if part is None or isinstance(part, str | bool) else UNKNOWN
 
 
 def _part_of(of: Awaited, i: int, shapes: Any) -> Any:
@@ -503,7 +462,7 @@ def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
             made_by[id(value.requires_grad_())] = x
         return value
 
-    return tree_map(enter, inputs, _SOUGHT_AWAITED), made_by
+    return tree_map(enter, inputs, SOUGHT), made_by
 
 
 def _value_of(x: Any) -> Any:
@@ -512,7 +471,7 @@ def _value_of(x: Any) -> Any:
 
 def _done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call gives for values."""
-    values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+    values, named = (tree_map(_value_of, x, SOUGHT) for x in (list(args), dict(kwargs)))
     return func(*values, **named)
 
 
@@ -523,10 +482,10 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         TypeError: what it writes to has a gradient, or others were made of it.
     """
     given, target = bound(func, args, kwargs)
-    if any(not x._source.is_own for x in leaves([given], Awaited, _SOUGHT_AWAITED)):
+    if any(not x._source.is_own for x in leaves([given], Awaited, SOUGHT)):
         warn(func.__name__, given)
     values: dict[int, Any] = {}
-    for x in leaves([target], Awaited, _SOUGHT_AWAITED):
+    for x in leaves([target], Awaited, SOUGHT):
         if x._wants_grad():
             raise TypeError(
                 f"torch.distributed.{func.__name__} writes to what a pipeline has yet to compute, and a "
@@ -538,7 +497,7 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     def value_of(x: Any) -> Any:
         return values[id(x)] if id(x) in values else _value_of(x)
 
-    work = func(**{name: tree_map(value_of, x, _SOUGHT_AWAITED) for name, x in given.items()})
+    work = func(**{name: tree_map(value_of, x, SOUGHT) for name, x in given.items()})
     if values and work is not None:
         work.wait()
     return work
@@ -546,7 +505,7 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What writes to a tensor is done at once, with values; nothing could go back through it."""
-    awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
+    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
     if all(x._is_over() or not x._wants_grad() for x in awaited):
         return _done(func, args, kwargs)
     if name in _IN_PLACE:  # the name is the sum's from now on
@@ -559,7 +518,7 @@ def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: M
 
 
 def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    awaited = leaves([list(args), dict(kwargs)], Awaited, _SOUGHT_AWAITED)
+    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
     if all(x._is_over() for x in awaited):  # a sum of losses over steps, say
         return _done(func, args, kwargs)
     if not kwargs and (terms := _added(func, args)) is not None:
@@ -575,7 +534,7 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 x._step.args[0]._is_used = True  # its method was called
     source = awaited[0]._source
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
-    made = Awaited(source, _Step(func, held, named, TorchState.now(source.device.type)))
+    made = Awaited(source, _step(source, func, held, named))
     is_over = source.has_gone_back and func not in _PARTS and not made._wants_grad()
     if made._draws():
         if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
@@ -584,23 +543,22 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return made.value() if is_over else made  # as metrics take it: a tensor
 
 
+def _step(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+    return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls))
+
+
 def _sampled(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call draws that no gradient goes back through: at once, as others hang on it."""
     if getattr(func, "__name__", "").endswith("_like") and isinstance(args[0], Awaited):
         shapes = args[0]._shapes()
         if isinstance(shapes, torch.Tensor):  # its values do not matter
             args = [torch.zeros(shapes.shape, dtype=shapes.dtype, device=source.device), *args[1:]]
-    values, named = (tree_map(_value_of, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
+    values, named = (tree_map(_value_of, x, SOUGHT) for x in (list(args), dict(kwargs)))
     return source.sample(func, values, named)
 
 
 def _itself(x: Any) -> Any:
     return x
-
-
-def _hangs_on_drawn(of: Awaited) -> bool:
-    """Whether something that it is made of is drawn when the loss goes back."""
-    return of._is_drawn or any(map(_hangs_on_drawn, of._made_of()))
 
 
 def _beside(x: Any) -> Any:
@@ -626,8 +584,8 @@ def _of_one_call(
     def inner(x: Any) -> Any:
         return x.value() if isinstance(x, Awaited) and x._source is not sought[0]._source else x
 
-    args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(args), dict(kwargs)))
-    return args, kwargs, leaves([args, kwargs], Awaited, _SOUGHT_AWAITED)
+    args, kwargs = (tree_map(inner, x, SOUGHT) for x in (list(args), dict(kwargs)))
+    return args, kwargs, leaves([args, kwargs], Awaited, SOUGHT)
 
 
 class _Term(NamedTuple):
@@ -696,7 +654,7 @@ class _Sum(Awaited):
         return self._shapes()
 
     def _shapes(self) -> Any:
-        parts = [_without_data(x) if isinstance(x, torch.Tensor) else x._shapes() for x in self._parts()]
+        parts = [without_data(x) if isinstance(x, torch.Tensor) else x._shapes() for x in self._parts()]
         return torch.stack([x.detach().reshape(()) for x in parts]).sum().requires_grad_(self._wants_grad())
 
     def _parts(self) -> list[Any]:
@@ -762,11 +720,11 @@ def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         ValueError: one would.
     """
     arguments = [list(args), dict(kwargs)]
-    sums = leaves(arguments, _Sum, _SOUGHT_AWAITED)
+    sums = leaves(arguments, _Sum, SOUGHT)
     numbers = {id(x): x.value() for x in sums}
-    args, kwargs = tree_map(lambda x: numbers.get(id(x), x), arguments, _SOUGHT_AWAITED)
+    args, kwargs = tree_map(lambda x: numbers.get(id(x), x), arguments, SOUGHT)
     out = func(*args, **kwargs)
-    kept = leaves([out], _SOUGHT_AWAITED, _SOUGHT_AWAITED)
+    kept = leaves([out], SOUGHT, SOUGHT)
     if any(x._wants_grad() for x in sums) and any(
         isinstance(x, Awaited) or x.is_floating_point() for x in kept
     ):
@@ -866,149 +824,11 @@ def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | Non
             p.grad = grad if p.grad is None else p.grad + grad
 
 
-def _captured(of: Awaited) -> list[torch.Tensor]:
-    """The tensors that what was kept is made of, beside the output."""
-    if of._step is None:
-        return []
-    kwargs = {
-        name: x
-        for name, x in of._step.kwargs.items()
-        if name not in _CONSTANT or (isinstance(x, torch.Tensor) and x.requires_grad)
-    }
-    arguments = [list(of._step.args), kwargs]
-    within = [x for one in leaves(arguments, Awaited, _SOUGHT_AWAITED) for x in _captured(one)]
-    tensors = leaves(arguments, torch.Tensor, _SOUGHT_AWAITED)
-    return list({id(x): x for x in [*within, *tensors]}.values())
-
-
-def _of_rows(of: Awaited, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
-    """Those that micro-batches have parts of, by ``id``, with the batch's rows as their first dim."""
-    rows = of._source.rows()
-    by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
-    beside = Beside(frozenset(), {})
-    if not of._source.is_whole:
-        beside = beside_rows(of, rows, _CONSTANT)
-        by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.several, *beside.chosen}}
-    return by_row, beside
-
-
-def _beside_model(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
-    """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
-
-    Raises:
-        ValueError: the ranks that make the loss do not have it, or have it in parts.
-    """
-    wanting = [x for x in of_loss if x.requires_grad]
-    rows = source.rows() if source.is_cut() else -1
-    if any(
-        type(x) is DTensor or (x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter))
-        for x in wanting
-    ):
-        raise ValueError(
-            "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
-            "model's output, and is not a sum: in a pipeline such things are not where it is computed. Add a "
-            "penalty to the whole loss, or weigh that (loss + penalty, weight * loss); or let the model's "
-            "forward compute it."
-        )
-    return {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
-
-
-def _hand_on(
-    stood_for: Mapping[int, Any],
-    leaves: Leaves,
-    retain_graph: bool | None,
-    only: Sequence[torch.Tensor] | None,
-) -> None:
-    """Let gradients of leaves go back through what they stood for; ``only`` to these, if they are given."""
-    grads = {key: x.grad for key, x in leaves.items() if x.grad is not None}
-    awaited = {key for key in grads if isinstance(stood_for[key], Awaited)}
-    if (here := [key for key in grads if key not in awaited]) and (only is None or only):
-        roots = [stood_for[key] for key in here]
-        torch.autograd.backward(roots, [grads[key] for key in here], retain_graph=retain_graph, inputs=only)
-    for key in awaited if only is None else ():  # of another call, which goes back now
-        (stood_for[key] * grads[key]).sum().backward(retain_graph=retain_graph)
-
-
-def _replayed(
-    of: Awaited,
-    by_row: Beside,
-    ids: Sequence[int],
-    beside: Leaves,
-    output: Any,
-    captured: Sequence[torch.Tensor],
-) -> Any:
-    """What was kept, done on an output and the captured tensors' rows that belong to it."""
-    replacements = {**by_row.as_used(dict(zip(ids, captured, strict=True))), **beside}
-    try:
-        return _evaluated(of, replacements, {}, lambda: output, fresh=True)
-    except Exception as error:
-        error.add_note(
-            "This is the program's loss, which a pipeline computes on each micro-batch: on a part of the "
-            "output's rows, and of each tensor that has as many rows as the batch, or that meets them where "
-            "rows of the batch come first (output.view(-1, classes), targets.view(-1)). Keep that order, or "
-            "let the model's forward compute the loss; with accumulate = 1 any loss goes."
-        )
-        raise
-
-
-def _evaluated(
-    of: Awaited,
-    replacements: Mapping[int, torch.Tensor],
-    done: dict[int, Any],
-    output: Callable[[], Any],
-    fresh: bool = False,
-    on_meta: bool = False,
-) -> Any:
-    if id(of) in done:
-        return done[id(of)]
-    if of._known is not None and not fresh and not on_meta:
-        return of._known
-    if on_meta and of._shape is not None and of._shape is not _UNKNOWN:
-        return of._shape
-    if of._step is None:
-        value = output()
-    elif of._is_drawn and not fresh and not on_meta:
-        raise TypeError(
-            f"{getattr(of._step.func, '__name__', of._step.func)} draws random numbers, in the last stage of "
-            "the pipeline, when the loss goes back: what is made of that has no value beside the loss's. "
-            "Draw beforehand what it hangs on (noise = torch.rand(x.shape)), let the model's forward do it, "
-            "or ask for the value of x.detach()."
-        )
-    else:
-
-        def inner(x: Any) -> Any:
-            if isinstance(x, Awaited):
-                return _evaluated(x, replacements, done, output, fresh, on_meta)
-            if isinstance(x, torch.Tensor):
-                return _without_data(x) if on_meta else replacements.get(id(x), x)
-            return x
-
-        step = of._step
-        args, kwargs = (tree_map(inner, x, _SOUGHT_AWAITED) for x in (list(step.args), dict(step.kwargs)))
-        if step.func is operator.truediv and isinstance(step.args[1], int | float) and not on_meta:
-            args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
-        with (
-            nullcontext() if step.state.grad else torch.no_grad(),
-            step.state.cast_again(of._source.device.type),
-        ):
-            value = step.func(*args, **kwargs)
-    done[id(of)] = value
-    if on_meta:
-        of._shape = value
-    return value
-
-
-def _without_data(x: torch.Tensor) -> torch.Tensor:
-    """A tensor on ``meta`` like one that is given beside the output."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
 _SEVERAL = (
     "Outputs of two calls of the model meet. In a pipeline a loss is made of one call, or is a sum "
     "of such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both inputs, "
     "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
 )
-_SOUGHT_AWAITED = (torch.Tensor, Awaited)
 _PARTS = (getattr, operator.getitem)
 # what calls are mostly of: not asked whether they draw
 _DRAW_NOTHING = frozenset(

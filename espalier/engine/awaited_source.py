@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,12 +17,14 @@ class Source(Protocol):
         is_own: whether these are this rank's own rows.
         device: this rank's.
         has_gone_back: whether a loss made of it has.
+        calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
     """
 
     is_whole: bool
     is_own: bool
     has_gone_back: bool
+    calls: Iterator[int]
     made_by: Mapping[int, Any]
 
     @property

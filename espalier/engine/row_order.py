@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from espalier.engine.kept import SOUGHT, Kept, in_order
 from espalier.trees import leaves
 
 _RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze".split())
@@ -41,15 +42,6 @@ _MOVED = "moved"
 _Way = int | torch.Tensor | str | None
 _AT_DIM = frozenset("narrow select index_select unbind flip".split())  # the dim comes first
 _IN_PARTS = frozenset("chunk split tensor_split roll".split())  # the dim comes second
-
-
-class Kept(Protocol):
-    """What is yet to be computed: the model's output, or a call that was kept."""
-
-    @property
-    def _step(self) -> Any: ...
-
-    def _shapes(self) -> Any: ...
 
 
 class Beside(NamedTuple):
@@ -91,8 +83,9 @@ def beside_rows(of: Kept, rows: int, constants: Sequence[str] = ()) -> Beside:
     Raises:
         ValueError: rows are taken by their places in the batch, or meet each other.
     """
-    walk = _Walk(type(of), rows, constants)
-    walk.see(of)
+    walk = _Walk(rows, constants)
+    for one in in_order(of, walk.met):
+        walk.see(one)
     if walk.by_place:
         raise ValueError(
             f"The loss takes rows of the batch by their places, or has them meet others: {walk.by_place}. In "
@@ -137,11 +130,22 @@ class _Walk:
         by_place: a call of which a part of the rows makes something else.
     """
 
-    def __init__(self, kind: type[Any], rows: int, constants: Sequence[str]) -> None:
+    def __init__(self, rows: int, constants: Sequence[str]) -> None:
         self.paired: dict[int, _Way] = {}
         self.by_place: str | None = None
-        self._kind, self._rows, self._constants = kind, rows, constants
+        self._rows, self._constants = rows, constants
         self._seen: dict[int, _Way] = {}
+
+    def met(self, of: Any) -> list[Any]:
+        """What is yet to be computed that a call meets rows of."""
+        return [x for x in self._found(of) if isinstance(x, Kept) and self._is_tensor(x)]
+
+    def _found(self, of: Any) -> list[Any]:
+        if of._step is None:
+            return []
+        _, first, others, options = _read(of._step)
+        named = {key: x for key, x in options.items() if key not in self._constants}
+        return leaves([[first, others, named]], SOUGHT, SOUGHT)
 
     def see(self, of: Any) -> _Way:
         """The way of what is yet to be computed."""
@@ -159,11 +163,8 @@ class _Walk:
         return 1 if self._of_shape(of) == 1 else None
 
     def _of_call(self, of: Any) -> _Way:
-        name, first, others, options = _read(of._step, self._kind)
-        named = {key: x for key, x in options.items() if key not in self._constants}
-        sought = (self._kind, torch.Tensor)
-        found = leaves([[first, others, named]], sought, sought)
-        met = [x for x in found if isinstance(x, self._kind) and self._is_tensor(x)]
+        name, first, others, options = _read(of._step)
+        met, found = self.met(of), self._found(of)
         ways = {self.see(x) for x in met}
         ndim = next((x._shapes().ndim for x in met if isinstance(x._shapes(), torch.Tensor)), 0)
         if _MOVED in ways and any(isinstance(way, int) for way in ways):
@@ -183,13 +184,13 @@ class _Walk:
         pairs = chooses or name in _PAIRING or name in _LOSSES
         target = options.get("target", others[0] if others else None) if name in _BY_CLASS else None
         for x in found:
-            if isinstance(x, self._kind) or not x.ndim or x.shape[0] == self._rows:
+            if isinstance(x, Kept) or not x.ndim or x.shape[0] == self._rows:
                 continue
             fits = pairs and way is not None and x.shape[0] == self._length(way)
             fits = fits and (name in _LOSSES or chooses or x.ndim == ndim)
             known = way if fits and (target is None or target is x) else None
             self.paired[id(x)] = known if self.paired.get(id(x), known) is known else None
-        if isinstance(first, self._kind) and _is_whole(of, self._kind):
+        if isinstance(first, Kept) and _is_whole(of):
             return self._of_model(of)
         if chooses:
             return others[0]  # the mask
@@ -199,12 +200,12 @@ class _Walk:
         if way is None or name in _RESHAPES:
             return None if way is None else self._of_shape(of)
         keeps = _keeps_first(name, others, options, ndim)
-        keeps = keeps and (name not in _PRODUCTS or isinstance(first, self._kind))
+        keeps = keeps and (name not in _PRODUCTS or isinstance(first, Kept))
         return way if (pairs or keeps or name in _OF_EACH) and self._of_shape(of) == way else None
 
     def _is_tensor(self, of: Any) -> bool:
         """Not a size of one."""
-        return not isinstance(of._shapes(), int | float | tuple) or _is_whole(of, self._kind)
+        return not isinstance(of._shapes(), int | float | tuple) or _is_whole(of)
 
     def _length(self, way: int | torch.Tensor | str) -> int:
         if isinstance(way, str):
@@ -219,10 +220,10 @@ class _Walk:
         return mask.dtype is torch.bool and mask.ndim > 0 and shapes.shape[: mask.ndim] == mask.shape
 
 
-def _read(step: Any, kind: type[Any]) -> tuple[str, Any, list[Any], Mapping[str, Any]]:
+def _read(step: Any) -> tuple[str, Any, list[Any], Mapping[str, Any]]:
     """The name of the function or method, what it is of, and its other arguments."""
     func, args = step.func, [*step.args]
-    if getattr(func, "__name__", "") == "_call" and args and isinstance(args[0], kind):
+    if getattr(func, "__name__", "") == "_call" and args and isinstance(args[0], Kept):
         within = args[0]._step
         if within is not None and within.func is getattr:
             return str(within.args[1]), within.args[0], args[1:], step.kwargs
@@ -234,11 +235,11 @@ def _read(step: Any, kind: type[Any]) -> tuple[str, Any, list[Any], Mapping[str,
     return name.rstrip("_") if is_in_place else name, args[0] if args else None, args[1:], step.kwargs
 
 
-def _is_whole(of: Any, kind: type[Any]) -> bool:
+def _is_whole(of: Any) -> bool:
     """Whether it is the model's output, or a part of it that has a name or a number."""
     while of._step is not None:
         func, args = of._step.func, of._step.args
-        if func not in (getattr, operator.getitem) or not isinstance(args[0], kind):
+        if func not in (getattr, operator.getitem) or not isinstance(args[0], Kept):
             return False
         if not isinstance(args[1], str | int):
             return False

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -96,6 +97,7 @@ class ModelRun:
         self._ends: States | None = None
         self._loss_begins: States | None = None
         self.has_gone_back, self.made_by = False, made_by
+        self.calls: Iterator[int] = count()
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for

@@ -236,7 +236,7 @@ def program_asks_kind(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code.co_filename.startswith("<frozen abc"):
         frame = frame.f_back  # of a class like Mapping
-    if frame is None or not _runs_isinstance(frame):
+    if frame is None or _is_ours(frame.f_code) or not _runs_isinstance(frame):
         return False
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back

@@ -1,0 +1,160 @@
+"""What a pipeline has yet to compute, as a graph of the calls that a program made on the model's output."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.engine.accumulation import OfAll
+from espalier.engine.awaited_source import Source
+from espalier.parallel.pipeline.record import TorchState
+from espalier.trees import leaves, tree_map
+
+UNKNOWN = object()  # in the place of shapes that hang on values
+CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
+
+
+class Step(NamedTuple):
+    """One call that was kept, what torch was told then, and which it is of the program's."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    state: TorchState
+    number: int
+
+
+class Kept:
+    """The model's output, or a call that was kept, before it is there.
+
+    Names begin with an underscore: others are those of the output.
+    """
+
+    def __init__(self, source: Source, step: Step | None = None) -> None:
+        self._source, self._step = source, step
+        self._known: Any = None  # its value
+        self._shape: Any = None
+        self._is_drawn = False  # at random, when the loss goes back
+
+    def _made_of(self) -> list[Kept]:
+        """What the call that it comes of was given, of what is yet to be computed."""
+        step = self._step
+        return [] if step is None else leaves([list(step.args), dict(step.kwargs)], Kept, SOUGHT)
+
+    def _shapes(self) -> Any:
+        """It, with tensors that have no data, and need gradients if it does; ``UNKNOWN`` if that fails."""
+        if self._shape is None:
+            output = self._source.shapes()
+            with torch.enable_grad():
+                try:
+                    self._shape = evaluated(self, {}, lambda: output, on_meta=True)
+                except Exception:  # it hangs on values, or is computed where there is data alone
+                    self._shape = UNKNOWN
+        return self._shape
+
+    def _wants_grad(self) -> bool:
+        """Whether gradients would go back through it, as it is used here."""
+        if not torch.is_grad_enabled():
+            return False
+        shapes = self._shapes()
+        return shapes is UNKNOWN or any(
+            x.requires_grad for x in leaves(shapes, torch.Tensor, (torch.Tensor,))
+        )
+
+
+def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:
+    """It and all that it is made of, each once; what others are made of comes before them."""
+    order, seen, under_way = list[Kept](), {id(of)}, [(of, iter(made_of(of)))]
+    while under_way:  # a program's chain of calls may be longer than Python lets functions call each other
+        one, rest = under_way[-1]
+        if (inner := next((x for x in rest if id(x) not in seen), None)) is None:
+            order.append(one)
+            under_way.pop()
+        else:
+            seen.add(id(inner))
+            under_way.append((inner, iter(made_of(inner))))
+    return order
+
+
+def captured(of: Kept) -> list[torch.Tensor]:
+    """The tensors that what was kept is made of, beside the output."""
+    found: dict[int, torch.Tensor] = {}
+    for step in (one._step for one in in_order(of, Kept._made_of)):
+        if step is not None:
+            kwargs = {
+                name: x
+                for name, x in step.kwargs.items()
+                if name not in CONSTANT or (isinstance(x, torch.Tensor) and x.requires_grad)
+            }
+            found |= {id(x): x for x in leaves([list(step.args), kwargs], torch.Tensor, SOUGHT)}
+    return [*found.values()]
+
+
+def evaluated(
+    of: Kept,
+    replacements: Mapping[int, torch.Tensor],
+    output: Callable[[], Any],
+    fresh: bool = False,
+    on_meta: bool = False,
+) -> Any:
+    """What it is: the calls that were kept are made, in the program's order, as random numbers are drawn.
+
+    Args:
+        replacements: for tensors that are given beside the output, by ``id``.
+        output: what the model gives.
+        fresh: whether to make calls whose values are known.
+        on_meta: whether tensors have no data.
+
+    Raises:
+        TypeError: a call draws random numbers, and is not to be made yet.
+    """
+
+    def known(one: Kept) -> Any:
+        if on_meta:
+            return None if one._shape is UNKNOWN else one._shape
+        return None if fresh else one._known
+
+    def value_of(x: Any) -> Any:
+        if isinstance(x, Kept):
+            return values[id(x)]
+        if isinstance(x, torch.Tensor):
+            return without_data(x) if on_meta else replacements.get(id(x), x)
+        return x
+
+    values: dict[int, Any] = {}
+    needed = in_order(of, lambda one: one._made_of() if known(one) is None else ())
+    for one in sorted(needed, key=lambda one: -1 if one._step is None else one._step.number):
+        if (value := known(one)) is None and (step := one._step) is None:
+            value = output()
+        elif value is None and step is not None:
+            if one._is_drawn and not fresh and not on_meta:
+                raise TypeError(
+                    f"{getattr(step.func, '__name__', step.func)} draws random numbers, in the last stage "
+                    "of the pipeline, when the loss goes back: what is made of that has no value beside the "
+                    "loss's. Draw beforehand what it hangs on (noise = torch.rand(x.shape)), let the "
+                    "model's forward do it, or ask for the value of x.detach()."
+                )
+            args, kwargs = (tree_map(value_of, x, SOUGHT) for x in (list(step.args), dict(step.kwargs)))
+            if step.func is operator.truediv and isinstance(step.args[1], int | float) and not on_meta:
+                args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
+            with (
+                nullcontext() if step.state.grad else torch.no_grad(),
+                step.state.cast_again(one._source.device.type),
+            ):
+                value = step.func(*args, **kwargs)
+        values[id(one)] = value
+        if on_meta:
+            one._shape = value
+    return values[id(of)]
+
+
+def without_data(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on ``meta`` like one that is given beside the output."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+SOUGHT = (torch.Tensor, Kept)
