@@ -11,7 +11,8 @@ from torch import nn
 
 Call = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)  # their elements are called
+_LISTS = (*_UNCALLED, nn.Sequential)
 
 
 def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -80,13 +81,17 @@ def parts(model: nn.Module) -> dict[str, nn.Module]:
 def segments(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that are called and between which little is kept, by name.
 
-    They are the :func:`parts`; where all of these are single layers, in lists, what the lists stand in.
+    They are the :func:`parts`; where all of these are single layers, in lists, what the lists stand in, but for
+    lists that nobody calls, whose elements are.
     """
     called = parts(model)
     if isinstance(model, _LISTS) or any(_with_parameters(m) for m in called.values()):
         return called
-    outer = _children(model)
-    return outer if any(_with_parameters(m) for m in outer.values()) else called
+    children = _children(model)
+    outer = {name: m for name, m in children.items() if not isinstance(m, _UNCALLED)}
+    if not any(_with_parameters(m) for m in outer.values()):
+        return called
+    return outer | {name: m for name, m in called.items() if name.rpartition(".")[0] in children.keys() - outer}
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:

@@ -84,6 +84,7 @@ def compile_blocks(
         if block not in names:
             compile_forward(block, alike.of_region(), fullgraph=False)
     keeping = [names[block] for block in blocks if block in names]
+    _tell_of_parts(blocks, names)
     alike_too = Alike(compiler(partial(Tracing, policy)), asking)
     regions = {
         name: compile_forward(model.get_submodule(name), alike_too.of_region(), fullgraph=False)
@@ -94,6 +95,17 @@ def compile_blocks(
         del recomputed[name]
 
 
+def _tell_of_parts(blocks: Sequence[nn.Module], recomputed: Mapping[nn.Module, str]) -> None:
+    """Warn if parts of blocks are graphs that blocks recomputed selectively cannot call."""
+    within = {part for block in recomputed for part in block.modules() if part is not block}
+    if kinds := sorted({type(block).__name__ for block in blocks if block in within}):
+        warnings.warn(
+            f"compile: {', '.join(kinds)} run as they are written, uncompiled, while they are trained: what is "
+            'beside experts in a block of recompute = "selective". With "full", or "none", they are compiled.',
+            stacklevel=user_frame()[0],
+        )
+
+
 def _without_caches(
     configs: Sequence[Any],
     module: nn.Module,
@@ -101,11 +113,12 @@ def _without_caches(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """A model's call; where it is trained, no cache of keys and values is filled that nobody asked for.
+    """A model's call; where it gives a loss or is trained, no cache of keys and values is filled unasked.
 
     That is an object, another one at each call, which blocks write to: none of them could be one graph.
     """
-    asking = [config for config in configs if config.use_cache is True] if torch.is_grad_enabled() else []
+    for_loss = torch.is_grad_enabled() or kwargs.get("labels") is not None
+    asking = [config for config in configs if config.use_cache is True] if for_loss else []
     for config in asking:
         config.use_cache = False
     try:

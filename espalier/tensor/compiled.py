@@ -38,6 +38,7 @@ from espalier.tensor.loans import await_values
 from espalier.tensor.names import made_in
 from espalier.tensor.observers import watchers
 from espalier.tensor.random import draw_key
+from espalier.tensor.reached import Reached
 from espalier.tensor.ring_rewriting import RingRewriting
 from espalier.tensor.saved import close_saving, gather_before_backward, hold, open_saving, outer_hooks
 from espalier.tensor.surroundings import (
@@ -723,10 +724,10 @@ class _Variant:
                 for s in self._sources
             ]
         if self._silent == []:
-            results = self._compiled(*inputs)
+            results = self._compiled(inputs)
         else:
             before = [*map(_version, kept)]
-            results = self._compiled(*inputs)
+            results = self._compiled(inputs)
             self._hush(kept, before)
         outs = []
         for what, which, layout in self._outputs:
@@ -791,16 +792,18 @@ def _record(
         _refuse_changes(guards, owner, given, places)
         numbers = {node: i for i, node in enumerate(n for n in recorder.graph.nodes if n.op == "placeholder")}
         outputs += [_output(x, recorder, numbers, positions) for x in results]
-        if not fullgraph:
-            pairs = zip(outputs, results, strict=True)
-            trained = {which for (what, which, _), x in pairs if what == "computed" and x.requires_grad}
-            _refuse_unequal(recorder, entered, {node for node, i in positions.items() if i in trained})
+        pairs = zip(outputs, results, strict=True)
+        trained = {which for (what, which, _), x in pairs if what == "computed" and x.requires_grad}
+        wanted = {node: i for node, i in positions.items() if i in trained}
+        of_some = _reached(recorder, entered, wanted, fullgraph)
     except Refused as refused:
         if fullgraph:
             raise
         leaf_of = {id(x): leaf for x, leaf in zip(entered, leaves, strict=True)}
         return refused, unflatten([leaf_of.get(id(x), x) for x in results], out_form)
     module = recorder.finish(positions)
+    taken = module.graph.find_nodes(op="placeholder")
+    reached = Reached({i: of_some[n] for i, n in enumerate(taken) if n in of_some}, frozenset(trained))
     # what is traced keeps for its backward pass what it is given: not what the caller would have kept for it
     apart = nullcontext() if outer_hooks(True) is None else saved_tensors_hooks(lambda x: x, lambda x: x)
     with apart:
@@ -808,7 +811,7 @@ def _record(
     for i, (what, which, _) in enumerate(outputs):
         if what == "source" and type(which) is int:
             results[i] = leaves[which]
-    variant = _Variant(compiled, recorder, guards, outputs, out_form, given)
+    variant = _Variant(partial(reached.call, compiled), recorder, guards, outputs, out_form, given)
     return variant, unflatten(results, out_form)
 
 
@@ -851,30 +854,43 @@ def _example(source: Any, entered: list[Any]) -> torch.Tensor:
         return like.requires_grad_(x.requires_grad)
 
 
-def _refuse_unequal(recorder: Recorder, entered: list[Any], wanted: set[fx.Node]) -> None:
-    """Raise if outputs that have gradients hang on different inputs that do.
-
-    Where a loss uses one of them alone, a graph, which is given zeros for the other, gives gradients of zero
-    to what that hangs on, and so weight decay; there are none without a graph.
+def _reached(
+    recorder: Recorder, entered: list[Any], wanted: Mapping[fx.Node, int], fullgraph: bool
+) -> dict[fx.Node, frozenset[int]]:
+    """The parameters on which some outputs hang that have gradients, and others do not; and which, by number.
 
     Args:
-        wanted: the outputs that have gradients.
+        wanted: the outputs that have gradients, with their numbers.
+
+    Raises:
+        Refused: if no ``fullgraph``, and such an input is no parameter, or is written to. Where a loss does not
+            use the outputs that hang on it, none of what made it has a gradient: other graphs would make zeros
+            of that.
     """
     if len(wanted) < 2:
-        return
-    reached: dict[fx.Node, set[fx.Node]] = {}
+        return {}
+    outputs: dict[fx.Node, set[int]] = {}
     for node in reversed(recorder.graph.nodes):
-        own = {node} & wanted
-        reached[node] = own.union(*(reached[user] for user in node.users))
-    for node, source in zip(recorder.graph.find_nodes(op="placeholder"), recorder.sources, strict=True):
-        if not node.users or type(source) is Key or not _given_by(source, entered).requires_grad:
+        own = {wanted[node]} if node in wanted else set[int]()
+        outputs[node] = own.union(*(outputs[user] for user in node.users))
+    of_some: dict[fx.Node, frozenset[int]] = {}
+    all_nodes, written = recorder.graph.find_nodes(op="placeholder"), set(recorder.written)
+    of_tensors = -1  # keys are none of what may be written
+    for node, source in zip(all_nodes, recorder.sources, strict=True):
+        of_tensors += not isinstance(source, Key)
+        if not node.users or isinstance(source, Key) or not _given_by(source, entered).requires_grad:
             continue
-        if reached[node] != wanted:
+        if len(outputs[node]) == len(wanted):
+            continue
+        if type(source) is HolderSlot and of_tensors not in written:
+            of_some[node] = frozenset(outputs[node])
+        elif not fullgraph:
             raise Refused(
-                f"espalier.compile: of the region's {len(wanted)} outputs that are trained, some hang on "
-                "other tensors than others. A graph gives gradients of zero where a loss does not use "
-                "one, and none is right. Let the module give one such output, or some that hang on the same."
+                f"espalier.compile: of the region's {len(wanted)} outputs that are trained, some hang on other "
+                "arguments than others. A graph gives gradients of zero where a loss does not use one, and none "
+                "is right. Let the module give one such output, or some that hang on the same."
             )
+    return of_some
 
 
 def _refuse_hooks(owner: Any) -> None:

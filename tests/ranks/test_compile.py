@@ -525,6 +525,24 @@ def test_functions_of_the_program_itself(ranks: Any) -> None:
     ranks(2, _own_functions)
 
 
+def _sequences(rank: int, world: int) -> None:
+    """Queries that need no move are taken as they were given."""
+    mesh, graphs = espalier.Mesh.from_env({"context": 2}), Graphs()
+    q, k, v = torch.randn(3, 2, 4, 6, 4, generator=torch.Generator().manual_seed(2)).double()
+    q, k, v = (espalier.distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k[:, :1], v[:, :1]))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
+    attention = espalier.compile(F.scaled_dot_product_attention, backend=graphs)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).full_tensor()
+    for _ in range(2):
+        found = attention(q, k, v, attn_mask=mask).full_tensor()
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    assert graphs.runs == 1
+
+
+def test_attention_along_a_cut_sequence_is_a_graph(ranks: Any) -> None:
+    ranks(2, _sequences)
+
+
 def test_what_rules_try_is_no_part_of_a_graph() -> None:
     """A call that nobody made before is tried on tensors without data first."""
     mesh, codes = espalier.Mesh.single(("tensor",)), []

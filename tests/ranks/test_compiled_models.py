@@ -67,7 +67,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(i, looks) for i in range(2))
         self.config = SimpleNamespace(use_cache=True)
 
-    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> SimpleNamespace:
+    def forward(
+        self, x: torch.Tensor, use_cache: bool | None = None, labels: torch.Tensor | None = None
+    ) -> SimpleNamespace:
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = Cache() if use_cache else None
         views, states = [], self.encoder(x)
@@ -206,6 +208,9 @@ def test_a_cache_is_filled_at_each_call() -> None:
     assert len(words) == 2 and all("use_cache=False" in text for text in words)  # one of each block
     engine.train_step({"x": rows(9)})
     assert backend.count == 2
+    with torch.no_grad():  # what gives a loss is compiled
+        assert engine(x=rows(0), labels=rows(0)).cache is None
+    assert backend.count == 3
 
 
 def test_hooks_see_each_call() -> None:
@@ -253,6 +258,47 @@ def test_no_gradients_of_outputs_that_nobody_uses() -> None:
     assert torch.equal(values["blocks.1.aside.weight"], start.blocks[1].aside.weight)  # not decayed
 
 
+class Score(nn.Module):
+    """Gives what came, and a score of it that nobody makes use of: only the first block's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.score = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + self.up(x).tanh(), self.score(x)
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Score() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        x, first = self.blocks[0](x)
+        x, _ = self.blocks[1](x)
+        return SimpleNamespace(loss=(x.square() + first.sin()).mean())
+
+
+def scores(rank: int, world: int) -> None:
+    """Graphs whose outputs hang on different parameters give no gradients of zero."""
+    torch.manual_seed(0)
+    start = Scores().double()
+    for plan in (*PLANS, {"tensor": 2, "recompute": "full"}):
+        losses, values, _ = trained(copy.deepcopy(start), plan, False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*as it is written")
+            given, found, engine = trained(copy.deepcopy(start), plan, "aot_eager")
+        assert max(abs(a - b) for a, b in zip(losses, given, strict=True)) < TOLERANCE
+        assert all((found[name] - x).abs().max() < TOLERANCE for name, x in values.items()), plan
+        unused = "blocks.1.score.weight"
+        assert torch.equal(found[unused], start.state_dict()[unused])  # not decayed
+
+
+def test_outputs_that_hang_on_different_parameters(ranks: Any) -> None:
+    ranks(2, scores)
+
+
 def test_one_graph_or_an_error() -> None:
     mesh = espalier.Mesh.single(("data",))
     block = Block(0, looks=True).double()
@@ -273,6 +319,9 @@ def experts(rank: int, world: int) -> None:
             losses.append([engine.train_step({"input_ids": ids, "labels": ids}).item() for _ in range(3)])
         assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < TOLERANCE
         assert isinstance(backend, Counting) and backend.count == 1  # attention, of both blocks
+    net = build("moe", {**sizes, "ffn": 8, "experts": 3, "top_k": 2, "shared": 1})
+    with pytest.warns(UserWarning, match="run as they are written.*beside experts"):
+        espalier.initialize(net, None, {"data": 2, "recompute": "selective"}, compile=Counting())
 
 
 def test_blocks_with_experts_have_their_attention_compiled(ranks: Any) -> None:

@@ -538,3 +538,8 @@ def test_what_is_recomputed_of_models_without_lists_takes_no_memory() -> None:
     assert chosen(Coded(), espalier.Plan(recompute={"encoder": "full"})) == {"encoder": "full"}
     inner = chosen(Coded(), espalier.Plan(recompute={"encoder*": "full"}))
     assert list(inner) == ["encoder.1", "encoder.3", "encoder.4"]
+    called = nn.Module()  # by itself: a ModuleList is not called, its layers are
+    called.embed, called.layers = nn.Embedding(5, 6), nn.ModuleList([nn.LSTM(6, 6), nn.LSTM(6, 6)])
+    assert list(chosen(called, espalier.Plan(recompute="full"))) == ["layers.0", "layers.1"]
+    called.encoder = Coded()
+    assert list(chosen(called, espalier.Plan(recompute="full"))) == ["embed", "encoder", "layers.0", "layers.1"]

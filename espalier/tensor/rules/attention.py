@@ -16,7 +16,7 @@ from espalier.layout.layout import AxisState, D, R
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, rule
 from espalier.tensor import fused_kernels
 from espalier.tensor.dry_autocast import autocast_dtype
-from espalier.tensor.dtensor import plain
+from espalier.tensor.dtensor import left
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.attention_blocks import Block, RingLayout, fused
 from espalier.tensor.rules.pointwise import letters
@@ -339,7 +339,7 @@ def _gathered(x: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
 
 def _four(x: torch.Tensor) -> torch.Tensor:
     """As [b, h, s, d]; plain, for what is saved of it is looked at where torch functions are intercepted."""
-    return plain(x) if x.ndim == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    return left(x) if x.ndim == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
