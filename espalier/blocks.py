@@ -81,8 +81,8 @@ def parts(model: nn.Module) -> dict[str, nn.Module]:
 def segments(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that are called and between which little is kept, by name.
 
-    They are the :func:`parts`; where all of these are single layers, in lists, what the lists stand in, but for
-    lists that nobody calls, whose elements are.
+    They are the :func:`parts`; where all of these are single layers, in lists, what the lists stand in, but
+    for lists that nobody calls, whose elements are.
     """
     called = parts(model)
     if isinstance(model, _LISTS) or any(_with_parameters(m) for m in called.values()):
@@ -91,7 +91,9 @@ def segments(model: nn.Module) -> dict[str, nn.Module]:
     outer = {name: m for name, m in children.items() if not isinstance(m, _UNCALLED)}
     if not any(_with_parameters(m) for m in outer.values()):
         return called
-    return outer | {name: m for name, m in called.items() if name.rpartition(".")[0] in children.keys() - outer}
+    return outer | {
+        name: m for name, m in called.items() if name.rpartition(".")[0] in children.keys() - outer
+    }
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:

@@ -100,8 +100,9 @@ def _tell_of_parts(blocks: Sequence[nn.Module], recomputed: Mapping[nn.Module, s
     within = {part for block in recomputed for part in block.modules() if part is not block}
     if kinds := sorted({type(block).__name__ for block in blocks if block in within}):
         warnings.warn(
-            f"compile: {', '.join(kinds)} run as they are written, uncompiled, while they are trained: what is "
-            'beside experts in a block of recompute = "selective". With "full", or "none", they are compiled.',
+            f"compile: {', '.join(kinds)} run as they are written, uncompiled, while they are trained: "
+            'what is beside experts in a block of recompute = "selective". With "full", or "none", they are '
+            "compiled.",
             stacklevel=user_frame()[0],
         )
 

@@ -863,9 +863,9 @@ def _reached(
         wanted: the outputs that have gradients, with their numbers.
 
     Raises:
-        Refused: if no ``fullgraph``, and such an input is no parameter, or is written to. Where a loss does not
-            use the outputs that hang on it, none of what made it has a gradient: other graphs would make zeros
-            of that.
+        Refused: if no ``fullgraph``, and such an input is no parameter, or is written to. Where a loss does
+            not use the outputs that hang on it, none of what made it has a gradient: other graphs would make
+            zeros of that.
     """
     if len(wanted) < 2:
         return {}
@@ -886,9 +886,9 @@ def _reached(
             of_some[node] = frozenset(outputs[node])
         elif not fullgraph:
             raise Refused(
-                f"espalier.compile: of the region's {len(wanted)} outputs that are trained, some hang on other "
-                "arguments than others. A graph gives gradients of zero where a loss does not use one, and none "
-                "is right. Let the module give one such output, or some that hang on the same."
+                f"espalier.compile: of the region's {len(wanted)} outputs that are trained, some hang on "
+                "other arguments than others. A graph gives gradients of zero where a loss does not use "
+                "one, and none is right. Let the module give one such output, or some that hang on the same."
             )
     return of_some
 

@@ -1,7 +1,7 @@
 """Gradients that a compiled graph must not give: of what no output hangs on that a loss uses.
 
-AOTAutograd takes zeros for the gradient of an output that no loss uses, and so gives zeros to a parameter that
-this output alone hangs on, which weight decay then changes. There are no gradients without a graph.
+AOTAutograd takes zeros for the gradient of an output that no loss uses, and so gives zeros to a parameter
+that nothing else hangs on, which weight decay then changes. There are no gradients without a graph.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def scores(rank: int, world: int) -> None:
         losses, values, _ = trained(copy.deepcopy(start), plan, False)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*as it is written")
-            given, found, engine = trained(copy.deepcopy(start), plan, "aot_eager")
+            given, found, _ = trained(copy.deepcopy(start), plan, "aot_eager")
         assert max(abs(a - b) for a, b in zip(losses, given, strict=True)) < TOLERANCE
         assert all((found[name] - x).abs().max() < TOLERANCE for name, x in values.items()), plan
         unused = "blocks.1.score.weight"
