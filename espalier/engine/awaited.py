@@ -24,8 +24,19 @@ import torch
 
 from espalier.comm import all_reduce
 from espalier.engine.awaited_source import Hook, Source, hooked
+from espalier.engine.changed import marks_of
 from espalier.engine.going_back import beside_model, hand_on, of_rows, replayed
-from espalier.engine.kept import SOUGHT, UNKNOWN, Kept, Step, captured, evaluated, in_order, without_data
+from espalier.engine.kept import (
+    SOUGHT,
+    UNKNOWN,
+    Kept,
+    Step,
+    captured,
+    evaluated,
+    in_order,
+    refuse_written,
+    without_data,
+)
 from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
@@ -236,6 +247,7 @@ class Awaited(Kept):
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
+        refuse_written(self, fresh=True)
         of_loss, inputs = captured(self), self._source.wanting()
         beside = beside_model(of_loss, inputs, self._source)
         by_row, beside_rows = of_rows(self, [x for x in of_loss if id(x) not in beside])
@@ -265,6 +277,7 @@ class Awaited(Kept):
     def value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
         if self._known is None:
+            refuse_written(self)
             with torch.no_grad():
                 self._known = evaluated(self, {}, self._source.value)
         return self._known
@@ -500,6 +513,9 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     work = func(**{name: tree_map(value_of, x, SOUGHT) for name, x in given.items()})
     if values and work is not None:
         work.wait()
+    for x in leaves([target], Awaited, SOUGHT):  # it has written to their values, as it should
+        if x._step is not None:
+            x._step.renew()
     return work
 
 
@@ -544,7 +560,8 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _step(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-    return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls))
+    marks = marks_of(leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT))
+    return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls), marks)
 
 
 def _sampled(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

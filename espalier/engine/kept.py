@@ -11,6 +11,7 @@ import torch
 
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Source
+from espalier.engine.changed import Mark, marks_of, refuse_changed
 from espalier.parallel.pipeline.record import TorchState
 from espalier.trees import leaves, tree_map
 
@@ -19,13 +20,22 @@ CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long a
 
 
 class Step(NamedTuple):
-    """One call that was kept, what torch was told then, and which it is of the program's."""
+    """One call that was kept, what torch was told then, and which it is of the program's.
+
+    Attributes:
+        marks: of the tensors that it was given beside, which are not to be written to before it is made.
+    """
 
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     state: TorchState
     number: int
+    marks: list[Mark]
+
+    def renew(self) -> None:
+        """What it was given beside may have been written to until now."""
+        self.marks[:] = marks_of(x for x, _ in self.marks)
 
 
 class Kept:
@@ -78,6 +88,24 @@ def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:
             seen.add(id(inner))
             under_way.append((inner, iter(made_of(inner))))
     return order
+
+
+def refuse_written(of: Kept, fresh: bool = False) -> None:
+    """See that nothing was written to that is computed with beside the output.
+
+    Args:
+        fresh: whether calls are made whose values are known.
+
+    Raises:
+        ValueError: something was.
+    """
+    needed = in_order(of, lambda one: one._made_of() if fresh or one._known is None else ())
+    refuse_changed(
+        mark
+        for one in needed
+        if one._step is not None and (fresh or one._known is None)
+        for mark in one._step.marks
+    )
 
 
 def captured(of: Kept) -> list[torch.Tensor]:
@@ -146,6 +174,8 @@ def evaluated(
                 step.state.cast_again(one._source.device.type),
             ):
                 value = step.func(*args, **kwargs)
+            if not on_meta:  # the call itself may write to some: running means
+                step.renew()
         values[id(one)] = value
         if on_meta:
             one._shape = value

@@ -56,7 +56,7 @@ class Norm:
     """
 
     def __init__(self, counted: Sequence[torch.Tensor], mesh: Mesh, riders: Sequence[Rider] = ()) -> None:
-        with raw():
+        with raw(), torch.no_grad():  # a gradient may have a graph: backward(create_graph=True)
             total = _norm_here([*counted], mesh.device())
             self._is_known = mesh.size() == 1
             if not self._is_known:

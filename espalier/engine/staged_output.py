@@ -2,14 +2,15 @@
 
 On one process the output is there when the model was called. In a pipeline it is computed in the pass that
 trains, or, where a value is asked for before, in a forward pass of its own: that draws the same random
-numbers and leaves buffers, attributes and generators as they were, so that looking at a loss changes nothing.
+numbers and leaves attributes and generators as they were, so that looking at a loss changes nothing. Buffers
+that it writes to, as batch norm's, are written to then, and by no later pass of the call: it may have none.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, NoReturn, Protocol
@@ -22,6 +23,7 @@ from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
+from espalier.engine.changed import marks_of, refuse_changed
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
@@ -87,6 +89,9 @@ class ModelRun:
         self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
+        self._marks = marks_of(leaves(inputs, torch.Tensor))
+        # what is trained itself, as an image: its optimizer writes to it
+        self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
         self.is_whole = not self.is_own and passes.plan.accumulate == 1
@@ -95,6 +100,7 @@ class ModelRun:
         # before and after a value was computed in its place; what its loss is to draw from
         self._begins: States | None = None
         self._ends: States | None = None
+        self._buffers: Before | None = None  # as they were, where that pass has written to them
         self._loss_begins: States | None = None
         self.has_gone_back, self.made_by = False, made_by
         self.calls: Iterator[int] = count()
@@ -193,14 +199,17 @@ class ModelRun:
                 "kept, and the parameters are others now. Ask for it before the step; or after the first "
                 "step too: then it is kept in each."
             )
+        inputs = self._inputs
         if self._state.grad:
             self._refuse_written()
-        parts, own = self._parts(self._inputs)
+            refuse_changed(mark for mark in self._marks if id(mark[0]) not in self._earlier)
+            inputs = mapped(lambda x: self._earlier.get(id(x), x), inputs)
+        parts, own = self._parts(inputs)
         passes.lay_out(parts[0])  # after which buffers are others
         if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
-            parts, own = self._parts(self._inputs, whole=True)  # what it remembers is of one call
+            parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
-        with self._untouched() if self._state.grad else nullcontext(), self._as_called():
+        with self._looking(), self._as_called():
             begins = states(device)
             outputs = [passes.output(part) for part in parts]
             if self._state.grad and self._drawn_from is None:
@@ -209,7 +218,7 @@ class ModelRun:
             return _joined(outputs, own)
         with self._untouched(), self._as_called():  # a loss, say, is to be of all rows
             batches = passes.call.batches
-            whole = passes.output(batches.own(self._inputs)[0] if self.is_own else self._inputs)
+            whole = passes.output(batches.own(inputs)[0] if self.is_own else inputs)
         return _joined(outputs, own, leaves(whole, torch.Tensor))
 
     def _refuse_written(self) -> None:
@@ -240,6 +249,37 @@ class ModelRun:
             before.put()
             if self._state.grad and self._drawn_from is None:
                 passes.hide()
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """While open, the output is computed in the place of a training pass, which may never come."""
+        passes, device = self._passes, self._passes.mesh.device()
+        split = passes.stages.split
+        is_first = self._drawn_from is None and self._buffers is None
+        if not self._state.grad:
+            yield
+        elif not (is_first and passes.call.module.training and split.written) or split.remembers:
+            with self._untouched():
+                yield
+        else:
+            drawn, before = states(device), passes.before()
+            try:
+                with names_put_back(passes.call.module):
+                    yield
+            finally:
+                restore(device, drawn)
+            self._buffers = before
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """While open, a pass finds buffers as another one did that has written to them, and leaves them."""
+        assert self._buffers is not None
+        back = self._buffers.swap()
+        try:
+            with self._passes.memory.undone():
+                yield
+        finally:
+            back()
 
     @contextmanager
     def _as_called(self) -> Iterator[None]:
@@ -346,12 +386,17 @@ class ModelRun:
                 "parameters were updated since: call the model again, or make the step after all backward "
                 "passes."
             )
+        refuse_changed(self._marks)
         if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
         inputs = mapped(lambda x: beside.get(id(x), x), self._inputs)
         parts, self._own = self._parts((inputs, captured))
-        gone = nullcontext() if self._drawn_from is None else self._untouched()
+        gone: AbstractContextManager[None] = nullcontext()
+        if self._drawn_from is not None:
+            gone = self._untouched()
+        elif self._buffers is not None:
+            gone = self._again()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:

@@ -24,6 +24,7 @@ from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Offload, Plan
+from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
@@ -188,7 +189,8 @@ def update(
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
             scale_gradients(held, factor)
-        optimizer.step()
+        with rounding_as_one(optimizer, parameters):
+            optimizer.step()
         settle(optimizer, parameters)
         return
 

@@ -59,9 +59,9 @@ def updates_each_alone(optimizer: torch.optim.Optimizer, device: torch.device) -
 
 
 def _is_apart(device: torch.device, optimizer: torch.optim.Optimizer) -> bool:
-    if _is_torchs(optimizer):
+    if is_torchs(optimizer):
         return not isinstance(optimizer, torch.optim.LBFGS)
-    ends = _tried(optimizer, device, [(_whole, 0), (_one_by_one, 0)])
+    ends = tried(optimizer, device, [(_whole, 0), (_one_by_one, 0)])
     return ends is not None and ends[0].is_as(ends[1])
 
 
@@ -71,16 +71,17 @@ def makes_one_of_all(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
-    if _is_torchs(optimizer):
+    if is_torchs(optimizer):
         return False
     one, two = map(_clipping_alike, (_whole, _on_two_ranks))
-    ends = _tried(optimizer, torch.device("cpu"), [(one, 0), (one, 1), (two, 0)])
+    ends = tried(optimizer, torch.device("cpu"), [(one, 0), (one, 1), (two, 0)])
     # what draws numbers tells nothing
     return ends is not None and ends[0].is_as(ends[1]) and not ends[0].is_as(ends[2], options=False)
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own, of which is known what its step does."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 # ---- trials
@@ -111,30 +112,43 @@ def _is_near(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=_ROUNDING) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
-def _tried(
-    optimizer: torch.optim.Optimizer, device: torch.device, ways: Sequence[tuple[Way, int]]
+def tried(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    ways: Sequence[tuple[Way, int]],
+    size: Callable[[int], Sequence[int]] = lambda ndim: (3,) * ndim,
 ) -> list[_End] | None:
-    """What some steps on small tensors come to, each way with a seed; None if it cannot be tried."""
+    """What some steps on small tensors come to, each way with a seed; None if it cannot be tried.
+
+    Args:
+        size: of a tensor of so many dims.
+    """
     held = leaves(list(_own(optimizer).values()))
     if any(isinstance(x, torch.optim.Optimizer) or (isinstance(x, torch.Tensor) and x.ndim) for x in held):
         return None  # it holds more than states, of all its parameters
     before = states(device)
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
-            return [_end(optimizer, device, way, seed) for way, seed in ways]
+            return [_end(optimizer, device, way, seed, size) for way, seed in ways]
     except Exception:  # it wants other tensors, or a closure
         return None
     finally:
         restore(device, before)
 
 
-def _end(optimizer: torch.optim.Optimizer, device: torch.device, way: Way, seed: int) -> _End:
+def _end(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    way: Way,
+    seed: int,
+    size: Callable[[int], Sequence[int]],
+) -> _End:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(seed)
 
     def drawn(ndim: int) -> torch.Tensor:
-        return torch.randn((3,) * ndim, generator=generator).to(device)
+        return torch.randn(tuple(size(ndim)), generator=generator).to(device)
 
     twin = object.__new__(type(optimizer))
     vars(twin).update({**vars(optimizer), **copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
