@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.nn.functional import l1_loss
 from torch.nn.utils import parametrize
 from torch.optim import optimizer as optimizers
 
@@ -752,6 +753,21 @@ def aot_eager(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
         return whole(module, inputs, fw_compiler=compile, bw_compiler=compile)
 
     return backend
+
+
+def all_given(func: Any, kwargs: Any) -> dict[str, Any]:
+    """The named arguments of a call that torch shows, with that which it leaves out.
+
+    Of ``l1_loss`` it is the weight, so whoever calls again what was shown would call something else.
+    """
+    if func is not l1_loss or "weight" in (kwargs := kwargs or {}):
+        return kwargs or {}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is l1_loss.__code__ and (weight := frame.f_locals.get("weight")) is not None:
+            return {**kwargs, "weight": weight}
+        frame = frame.f_back
+    return kwargs
 
 
 def traced_graph() -> torch.fx.Graph | None:

@@ -345,7 +345,7 @@ _ELEMENTS = frozenset(
 _ROWS = frozenset(
     {F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss, F.multilabel_margin_loss}
 )
-_WEIGHTED = frozenset({F.mse_loss, F.l1_loss, F.huber_loss})  # by their weights a mean is divided too
+_WEIGHTED = frozenset({F.mse_loss, F.l1_loss})  # by their weights a mean is divided too
 
 # what takes parts of a tensor by their places
 _PARTS = frozenset(

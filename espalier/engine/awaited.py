@@ -45,7 +45,7 @@ from espalier.tensor.asked import DRAWS
 from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.observers import program_asks_kind
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
-from espalier.torch_private import memory_id, raw
+from espalier.torch_private import all_given, memory_id, raw
 from espalier.trees import leaves, tree_map
 
 _ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
@@ -72,7 +72,7 @@ class Awaited(Kept):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_given(func, kwargs)
         if func is torch.autograd.grad:
             return _gradients(*args, **kwargs)
         if func in COLLECTIVES:
@@ -627,17 +627,16 @@ class _Term(NamedTuple):
         factor = 1 if self.factor is None else _on_all(self.factor)
         return factor if self.loss is None else self.loss.value() * factor
 
-    def backward(self, retain_graph: bool | None) -> None:
-        """Forward and backward of what it is made of."""
-        if self.loss is not None:
-            loss = self.loss
+    def backward(self, retain_graph: bool | None) -> torch.Tensor | None:
+        """Forward and backward of its loss; gives what goes back through its factor, if something does."""
+        if (loss := self.loss) is not None:
             if self.factor is not None:
                 loss = _kept(operator.mul, (loss, _on_all(self.factor)), {})
             if loss._wants_grad():
                 loss.backward(retain_graph=retain_graph)
-        if self.factor is not None and self.factor.requires_grad:
-            end = self.factor if self.loss is None else self.factor * self.loss.value()
-            end.backward(retain_graph=retain_graph)
+        if self.factor is None or not self.factor.requires_grad:
+            return None
+        return self.factor if self.loss is None else self.factor * self.loss.value()
 
 
 class _Sum(Awaited):
@@ -684,8 +683,10 @@ class _Sum(Awaited):
 
     def _go_back(self, retain_graph: bool | None) -> None:
         with self._source.together():
-            for term in self._terms:
-                term.backward(retain_graph)
+            ends = [term.backward(retain_graph) for term in self._terms]
+            factors = [end for end in ends if end is not None]
+            if factors:  # which may be made of the same
+                torch.autograd.backward(factors, retain_graph=retain_graph)
         self.value()
         self._has_gone_back, self._is_retained = True, bool(retain_graph)
 

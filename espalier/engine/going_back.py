@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import CONSTANT, Kept, evaluated
+from espalier.engine.kept import Kept, evaluated
 from espalier.engine.row_order import Beside, beside_rows
 from espalier.tensor import DTensor
 
@@ -21,7 +21,7 @@ def of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Ten
     by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
     beside = Beside(frozenset(), {})
     if not of._source.is_whole:
-        beside = beside_rows(of, rows, CONSTANT)
+        beside = beside_rows(of, rows)
         by_row |= {id(x): beside.by_rows(x, rows) for x in held if id(x) in {*beside.several, *beside.chosen}}
     return by_row, beside
 

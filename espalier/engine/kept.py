@@ -16,7 +16,11 @@ from espalier.parallel.pipeline.record import TorchState
 from espalier.trees import leaves, tree_map
 
 UNKNOWN = object()  # in the place of shapes that hang on values
-CONSTANT = ("weight", "pos_weight")  # arguments of losses that may be as long as a batch
+# arguments of losses that may be as long as a batch; of these they have a number for each of the input's
+_CONSTANT = ("weight", "pos_weight")
+_OF_EACH = frozenset(
+    "mse_loss l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits".split()
+)
 
 
 class Step(NamedTuple):
@@ -108,17 +112,30 @@ def refuse_written(of: Kept, fresh: bool = False) -> None:
     )
 
 
+def varying(step: Step) -> dict[str, Any]:
+    """Named arguments but for those that are the same for all rows: weights of classes."""
+    first = step.args[0] if step.args else None
+    shapes = first._shapes() if isinstance(first, Kept) else UNKNOWN
+    takes_each = getattr(step.func, "__name__", "") in _OF_EACH
+
+    def is_constant(name: str, x: Any) -> bool:
+        if name not in _CONSTANT:
+            return False
+        if not takes_each or not isinstance(x, torch.Tensor) or not isinstance(shapes, torch.Tensor):
+            return True
+        return (x.ndim, x.shape[:1]) != (shapes.ndim, shapes.shape[:1])
+
+    return {name: x for name, x in step.kwargs.items() if not is_constant(name, x)}
+
+
 def captured(of: Kept) -> list[torch.Tensor]:
     """The tensors that what was kept is made of, beside the output."""
     found: dict[int, torch.Tensor] = {}
     for step in (one._step for one in in_order(of, Kept._made_of)):
         if step is not None:
-            kwargs = {
-                name: x
-                for name, x in step.kwargs.items()
-                if name not in CONSTANT or (isinstance(x, torch.Tensor) and x.requires_grad)
-            }
-            found |= {id(x): x for x in leaves([list(step.args), kwargs], torch.Tensor, SOUGHT)}
+            trained = [x for x in step.kwargs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+            arguments = [list(step.args), varying(step), trained]
+            found |= {id(x): x for x in leaves(arguments, torch.Tensor, SOUGHT)}
     return [*found.values()]
 
 

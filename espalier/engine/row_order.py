@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.engine.kept import SOUGHT, Kept, in_order
+from espalier.engine.kept import SOUGHT, Kept, in_order, varying
 from espalier.trees import leaves
 
 _RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze".split())
@@ -72,18 +72,17 @@ class Beside(NamedTuple):
         return used
 
 
-def beside_rows(of: Kept, rows: int, constants: Sequence[str] = ()) -> Beside:
+def beside_rows(of: Kept, rows: int) -> Beside:
     """What a loss pairs with the output's rows, but for tensors of as many rows.
 
     Args:
         of: the loss.
         rows: of the batch.
-        constants: names of arguments that are not of rows.
 
     Raises:
         ValueError: rows are taken by their places in the batch, or meet each other.
     """
-    walk = _Walk(rows, constants)
+    walk = _Walk(rows)
     for one in in_order(of, walk.met):
         walk.see(one)
     if walk.by_place:
@@ -130,10 +129,10 @@ class _Walk:
         by_place: a call of which a part of the rows makes something else.
     """
 
-    def __init__(self, rows: int, constants: Sequence[str]) -> None:
+    def __init__(self, rows: int) -> None:
         self.paired: dict[int, _Way] = {}
         self.by_place: str | None = None
-        self._rows, self._constants = rows, constants
+        self._rows = rows
         self._seen: dict[int, _Way] = {}
 
     def met(self, of: Any) -> list[Any]:
@@ -143,9 +142,8 @@ class _Walk:
     def _found(self, of: Any) -> list[Any]:
         if of._step is None:
             return []
-        _, first, others, options = _read(of._step)
-        named = {key: x for key, x in options.items() if key not in self._constants}
-        return leaves([[first, others, named]], SOUGHT, SOUGHT)
+        _, first, others, _ = _read(of._step)
+        return leaves([[first, others, varying(of._step)]], SOUGHT, SOUGHT)
 
     def see(self, of: Any) -> _Way:
         """The way of what is yet to be computed."""

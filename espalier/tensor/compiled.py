@@ -54,6 +54,7 @@ from espalier.tensor.surroundings import (
 from espalier.tensor.ways import Ways
 from espalier.torch_private import (
     HOOKS,
+    all_given,
     aot_eager,
     compile_call,
     compiler,
@@ -182,7 +183,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_given(func, kwargs)
         if torch_functions_on() and any(t is DTensor for t in types):
             with self:
                 return DTensor.__torch_function__(func, types, args, kwargs)

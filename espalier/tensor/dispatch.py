@@ -47,8 +47,10 @@ from espalier.tensor.saved import (
 )
 from espalier.tensor.told import adds_up, note_terms
 from espalier.torch_private import (
+    all_given,
     getter,
     go_at_once,
+    l1_loss,
     method,
     plain_call,
     raw,
@@ -292,6 +294,8 @@ def dispatch(
     is_shown: bool = False,
 ) -> Any:
     """``DTensor.__torch_function__``, of a call that watchers are shown first, unless they were."""
+    if func is l1_loss:
+        kwargs = all_given(func, kwargs)
     if DOOR.watchers and not is_shown:
         kwargs = kwargs or {}
         return shown(partial(carry_out, cls, func, types, args, kwargs), func, args, kwargs)

@@ -105,7 +105,23 @@ def of_long_chain(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, y)
 
 
-OF_PARTS: dict[Loss, str] = {of_dict: "dict", without_grad: "one", of_long_chain: "one"}
+def of_weights(out: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of rows, which are cut with them, and of classes, as many as rows, which are not."""
+    weights, is_last = x[:, 2:].abs() + 0.5, (y == 3).double()
+    wide = torch.cat([out, out], -1)
+    of_classes = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+    targets = (wide > 0).double()
+    parts = [
+        F.l1_loss(out, x[:, 2:], weight=weights, reduction="sum"),
+        F.binary_cross_entropy(out[:, 0].sigmoid(), is_last, weight=weights[:, 1], reduction="sum"),
+        F.binary_cross_entropy_with_logits(
+            wide, targets, weight=of_classes, pos_weight=2 * of_classes, reduction="sum"
+        ),
+    ]
+    return (parts[0] + parts[1] + parts[2]) / 32
+
+
+OF_PARTS: dict[Loss, str] = {of_dict: "dict", without_grad: "one", of_long_chain: "one", of_weights: "one"}
 OF_WHOLE: dict[Loss, str] = {
     of_pair: "pair",
     of_nested: "nested",

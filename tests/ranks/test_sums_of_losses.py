@@ -101,6 +101,20 @@ def weighed(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     return [loss.item(), doubt.item()]
 
 
+def sharing(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Weights, and penalties, that are made of the same."""
+    if step == 0:
+        optimizer.shares = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    shares = optimizer.shares
+    weights, penalty = shares.softmax(0), sum(p.square().sum() for p in model.parameters())
+    losses = weights[0] * loss_of(model, step) + weights[1] * loss_of(model, step + 1)
+    loss = -(-losses - 0.01 * penalty) - 0.005 * penalty
+    loss.backward()
+    (seen,) = (shares.grad.clone(),)
+    shares.grad = None
+    return [loss.item(), seen]
+
+
 def taken(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     """Gradients that are asked for are added to none; then they are what a step is made by."""
     held = list(model.parameters())
@@ -164,6 +178,7 @@ PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
     decay: (layers,),  # tensors of several stages do not meet where stages have copies
     sparse: (layers, Tied),
     weighed: (layers,),
+    sharing: (layers,),
     taken: (layers,),
     met: (layers,),
     followed: (layers, Tied),

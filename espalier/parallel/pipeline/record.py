@@ -29,6 +29,7 @@ from espalier.torch_private import (
     DispatchMode,
     FakeTensor,
     FakeTensorMode,
+    all_given,
     forward_hooks,
     memory_id,
     own_buffers,
@@ -381,7 +382,7 @@ class AnswerRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out, answer = heard(func, args, kwargs or {})
+        out, answer = heard(func, args, all_given(func, kwargs))
         if answer is not None:
             self.answers.append(answer)
         return out

@@ -63,6 +63,7 @@ from espalier.torch_private import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    all_given,
     forget_backward_hooks,
     own_buffers,
     own_parameters,
@@ -492,7 +493,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_given(func, kwargs)
         name = getattr(func, "__name__", "")
         if self._quiet or name in METADATA:
             return func(*args, **kwargs)

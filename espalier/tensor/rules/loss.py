@@ -24,7 +24,7 @@ from espalier.tensor.rules.pointwise import letters, operands_in
 divisors: ContextVar[list[torch.Tensor] | None] = ContextVar("divisors", default=None)
 
 
-@rule(F.mse_loss, F.l1_loss, F.huber_loss)
+@rule(F.mse_loss, F.l1_loss)
 def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """As :func:`elementwise_loss`; with weights torch's own formula is entered, for its mean is another."""
     if kwargs.get("weight") is not None:
@@ -34,6 +34,7 @@ def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) ->
 
 @rule(
     F.smooth_l1_loss,
+    F.huber_loss,  # whose mean is not divided by weights
     F.binary_cross_entropy_with_logits,
     F.soft_margin_loss,
     F.kl_div,
