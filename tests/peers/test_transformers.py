@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import espalier
 from espalier.parallel import arrange
@@ -85,6 +86,36 @@ def test_inference_leaves_the_model_as_it_was() -> None:
     infer(model, batch, 2)
     assert model.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+class Gate(torch.autograd.Function):
+    """As Bloom's, which no program has called before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise AssertionError("inference runs no backward pass")
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Gate.apply(self.up(x)))
+
+
+def test_inference_knows_functions_of_libraries_before_they_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Gate, "__module__", "transformers.models.bloom.modeling_bloom")
+    monkeypatch.setattr(Gate, "__qualname__", "GeLUFunction")
+    (group,) = infer(Gated(), torch.randn(4, 8), 2)
+    assert group == {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
 def saved_by_hugging_face(rank: int, world: int, folder: str) -> None:

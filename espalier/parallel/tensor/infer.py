@@ -42,10 +42,11 @@ from espalier.mesh import Mesh
 from espalier.parallel.tensor.sequence_parallel import SEQUENCE, cut_sequences
 from espalier.parallel.tensor.tables import Table, by_table
 from espalier.sharding.spec import Letter, Operand, Spec
+from espalier.tensor.api import knows
 from espalier.tensor.copies import NotCopiedError, apart, on_meta
 from espalier.tensor.dry_runs import DryMemory, Recalled
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
-from espalier.tensor.fallback import _entrance
+from espalier.tensor.fallback import _entrance, function_of
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.rules import RULES
 from espalier.torch_private import raw, without_torch_functions
@@ -209,6 +210,8 @@ class _StreamRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (function := function_of(func)) is not None:
+            knows(function)  # what the program has done before is to make no difference
         if RULES.get(func) is None and RULES.special(func) is None:
             for inner in (RULES.body(func), _entrance(func)):
                 if inner is not None:
