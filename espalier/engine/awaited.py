@@ -40,6 +40,7 @@ from espalier.engine.kept import (
 from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
+from espalier.parallel.pipeline.trace import statistics
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
 from espalier.tensor.dry_runs import Drawing
@@ -258,6 +259,10 @@ class Awaited(Kept):
             self._known = self._source.train([*by_row.values()], loss, beside, draws)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
             hand_on(stood_for, beside, retain_graph, self._only)
+        counted = [one for one in in_order(self, Kept._made_of) if not one._has_counted and one._statistics()]
+        self._source.share([x for one in counted for x in one._statistics()])
+        for one in counted:
+            one._has_counted = True
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
@@ -560,7 +565,9 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _step(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-    marks = marks_of(leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT))
+    given = leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT)
+    written = set(map(id, statistics(func, args, kwargs)))  # by the call itself
+    marks = marks_of(x for x in given if id(x) not in written)
     return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls), marks)
 
 

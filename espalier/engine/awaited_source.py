@@ -66,6 +66,9 @@ class Source(Protocol):
         It draws what it draws under other plans, behind the model's numbers for its output.
         """
 
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let all ranks have what tensors are where the loss was computed."""
+
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""
 

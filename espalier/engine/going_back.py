@@ -18,7 +18,9 @@ Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
 def of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
     """Those that micro-batches have parts of, by ``id``, with the batch's rows as their first dim."""
     rows = of._source.rows()
-    by_row = {id(x): x for x in held if not x.ndim or x.shape[0] == rows}
+    by_row = {
+        id(x): x for x in held if not x.ndim or (x.shape[0] == rows and not isinstance(x, torch.nn.Parameter))
+    }
     beside = Beside(frozenset(), {})
     if not of._source.is_whole:
         beside = beside_rows(of, rows)

@@ -13,6 +13,7 @@ from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Source
 from espalier.engine.changed import Mark, marks_of, refuse_changed
 from espalier.parallel.pipeline.record import TorchState
+from espalier.parallel.pipeline.trace import statistics
 from espalier.trees import leaves, tree_map
 
 UNKNOWN = object()  # in the place of shapes that hang on values
@@ -53,11 +54,19 @@ class Kept:
         self._known: Any = None  # its value
         self._shape: Any = None
         self._is_drawn = False  # at random, when the loss goes back
+        self._has_counted = False  # in a batch norm's statistics, on all ranks
 
     def _made_of(self) -> list[Kept]:
         """What the call that it comes of was given, of what is yet to be computed."""
         step = self._step
         return [] if step is None else leaves([list(step.args), dict(step.kwargs)], Kept, SOUGHT)
+
+    def _statistics(self) -> list[torch.Tensor]:
+        """What the call that it comes of writes to: running means and variances."""
+        step = self._step
+        if step is None:
+            return []
+        return [x for x in statistics(step.func, step.args, step.kwargs) if isinstance(x, torch.Tensor)]
 
     def _shapes(self) -> Any:
         """It, with tensors that have no data, and need gradients if it does; ``UNKNOWN`` if that fails."""
@@ -131,11 +140,12 @@ def varying(step: Step) -> dict[str, Any]:
 def captured(of: Kept) -> list[torch.Tensor]:
     """The tensors that what was kept is made of, beside the output."""
     found: dict[int, torch.Tensor] = {}
-    for step in (one._step for one in in_order(of, Kept._made_of)):
-        if step is not None:
+    for one in in_order(of, Kept._made_of):
+        if (step := one._step) is not None:
             trained = [x for x in step.kwargs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
             arguments = [list(step.args), varying(step), trained]
-            found |= {id(x): x for x in leaves(arguments, torch.Tensor, SOUGHT)}
+            written = set(map(id, one._statistics()))
+            found |= {id(x): x for x in leaves(arguments, torch.Tensor, SOUGHT) if id(x) not in written}
     return [*found.values()]
 
 
@@ -167,10 +177,11 @@ def evaluated(
         if isinstance(x, Kept):
             return values[id(x)]
         if isinstance(x, torch.Tensor):
-            return without_data(x) if on_meta else replacements.get(id(x), x)
+            return without_data(x) if on_meta else spare.get(id(x), replacements.get(id(x), x))
         return x
 
     values: dict[int, Any] = {}
+    spare: dict[int, torch.Tensor] = {}
     needed = in_order(of, lambda one: one._made_of() if known(one) is None else ())
     for one in sorted(needed, key=lambda one: -1 if one._step is None else one._step.number):
         if (value := known(one)) is None and (step := one._step) is None:
@@ -183,6 +194,8 @@ def evaluated(
                     "loss's. Draw beforehand what it hangs on (noise = torch.rand(x.shape)), let the "
                     "model's forward do it, or ask for the value of x.detach()."
                 )
+            counted = one._statistics() if one._has_counted else ()  # they are not to count again
+            spare = {id(x): x.clone() for x in counted}
             args, kwargs = (tree_map(value_of, x, SOUGHT) for x in (list(step.args), dict(step.kwargs)))
             if step.func is operator.truediv and isinstance(step.args[1], int | float) and not on_meta:
                 args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
@@ -191,8 +204,9 @@ def evaluated(
                 step.state.cast_again(one._source.device.type),
             ):
                 value = step.func(*args, **kwargs)
-            if not on_meta:  # the call itself may write to some: running means
+            if not on_meta:  # the call itself may write to some
                 step.renew()
+                one._has_counted = one._has_counted or not fresh
         values[id(one)] = value
         if on_meta:
             one._shape = value

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from espalier.blocks import parameters_in
+from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
@@ -299,6 +300,16 @@ class ModelRun:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]
         return [part for part, _ in of_ranks], [own for _, own in of_ranks]
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let all ranks have what tensors are where the loss was computed (a collective)."""
+        mesh = self._passes.mesh["pipe"]
+        if mesh.is_dry or not tensors:
+            return
+        is_last = mesh.rank == self._passes.stages.places[-1]
+        with torch.no_grad():
+            for x in dict.fromkeys(tensors):
+                x.copy_(sum_whole(x.flatten() if is_last else x.new_zeros(x.numel()), mesh).view_as(x))
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The model's."""

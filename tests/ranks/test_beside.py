@@ -92,6 +92,36 @@ def made_outside(lay: Lay) -> list[Any]:
     return [*out, *model.parameters(), choice, heads, seldom]
 
 
+def normalized(lay: Lay) -> list[Any]:
+    """A head with statistics of the batch, as wide as the batch is long: each call counts once in them."""
+    model, out = net(6, 8), list[Any]()
+    head = nn.Sequential(
+        nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4)
+    )
+    head[1].load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})  # alike on all ranks
+    head[1].requires_grad_(False)
+    model, optimizer = lay(model, MOMENTUM([*model.parameters(), *filter(_is_trained, head.parameters())]))
+    for step in range(5):
+        x, y = batch(step)
+        logits = head(model(x))
+        if step % 2:  # looked at before, and after
+            out.append(logits.detach().square().mean().item())
+        loss = F.cross_entropy(logits, y)
+        if step == 2:
+            loss = 0.5 * (loss + F.cross_entropy(head(model(2 * x)), y))
+        optimizer.zero_grad()
+        loss.backward()
+        out.append((logits.argmax(-1) == y).sum().item())
+        optimizer.step()
+        with torch.no_grad():
+            out.append(head(model(-x)).mean().item())
+    return [*out, *head.state_dict().values(), *model.parameters()]
+
+
+def _is_trained(p: nn.Parameter) -> bool:
+    return p.requires_grad
+
+
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 3},
@@ -108,6 +138,7 @@ def trained_together(rank: int, world: int) -> None:
         partial(in_one_optimizer, ADAFACTOR): PLANS[1:2],
         in_two_optimizers: PLANS[1:4],
         made_outside: PLANS[:4],
+        normalized: PLANS[:4],
     }
     torch.set_default_dtype(torch.float64)
     for program, plans in programs.items():

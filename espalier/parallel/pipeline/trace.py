@@ -524,7 +524,7 @@ class _Recorder(TorchFunctionMode):
         outputs = leaves(out, torch.Tensor)
         _refuse_sparse(self.model, ((f"what {name_of(func)} gives in its forward", x) for x in outputs))
         written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if version_of(x) != v}
-        written |= {storage_of(x) for x in _statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
+        written |= {storage_of(x) for x in statistics(func, args, kwargs) if isinstance(x, torch.Tensor)}
         if answer is not None:
             self.trace.answers.append((self._path[-1] if self._path else -1, len(self.trace.ops), answer))
         if not outputs and not written:
@@ -595,7 +595,7 @@ class _Recorder(TorchFunctionMode):
         self.trace.ops.append(op)
 
 
-def _statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What a normalisation of the batch writes to and does not say so."""
     if func in (F.batch_norm, F.instance_norm):
         names = "input running_mean running_var weight bias training"
