@@ -25,7 +25,7 @@ import torch
 from espalier.comm import all_reduce
 from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.changed import marks_of
-from espalier.engine.going_back import beside_model, hand_on, of_rows, replayed
+from espalier.engine.going_back import hand_on, leaves_beside, of_rows, replayed
 from espalier.engine.kept import (
     SOUGHT,
     UNKNOWN,
@@ -104,9 +104,10 @@ class Awaited(Kept):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._step is None and (constant := _constant(getattr, self._source.form(), name)) is not UNKNOWN:
+        will_be = self._will_be()
+        if self._step is None and (constant := _constant(getattr, will_be, name)) is not UNKNOWN:
             return constant
-        if (will_be := self._will_be()) is not UNKNOWN and not hasattr(will_be, name):
+        if will_be is not UNKNOWN and not hasattr(will_be, name):
             raise AttributeError(f"{type(will_be).__name__!r} object has no attribute {name!r}")
         kept = partial(_kept, getattr, (self, name), {})
         return (
@@ -248,20 +249,20 @@ class Awaited(Kept):
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        refuse_written(self, fresh=True)
-        of_loss, inputs = captured(self), self._source.wanting()
-        beside = beside_model(of_loss, inputs, self._source)
+        calls = in_order(self, Kept._made_of)
+        refuse_written(calls)
+        of_loss, inputs = captured(calls), self._source.wanting()
+        beside = leaves_beside(of_loss, inputs, self._source)
         by_row, beside_rows = of_rows(self, [x for x in of_loss if id(x) not in beside])
         loss = partial(replayed, self, beside_rows, [*by_row], beside)
-        draws = any(one._is_drawn for one in in_order(self, Kept._made_of))
+        draws = any(one._is_drawn for one in calls)
         made_by = self._source.made_by
         with self._source.together() if made_by else nullcontext():
             self._known = self._source.train([*by_row.values()], loss, beside, draws)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
             hand_on(stood_for, beside, retain_graph, self._only)
-        counted = [one for one in in_order(self, Kept._made_of) if not one._has_counted and one._statistics()]
-        self._source.share([x for one in counted for x in one._statistics()])
-        for one in counted:
+        self._source.share([x for one in calls if not one._has_counted for x in one._statistics()])
+        for one in calls:
             one._has_counted = True
         self._source.has_gone_back = True
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
@@ -282,7 +283,8 @@ class Awaited(Kept):
     def value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
         if self._known is None:
-            refuse_written(self)
+            needed = in_order(self, lambda one: one._made_of() if one._known is None else ())
+            refuse_written(one for one in needed if one._known is None)
             with torch.no_grad():
                 self._known = evaluated(self, {}, self._source.value)
         return self._known

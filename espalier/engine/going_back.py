@@ -28,7 +28,7 @@ def of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Ten
     return by_row, beside
 
 
-def beside_model(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
+def leaves_beside(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
     """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:

@@ -103,22 +103,13 @@ def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:
     return order
 
 
-def refuse_written(of: Kept, fresh: bool = False) -> None:
-    """See that nothing was written to that is computed with beside the output.
-
-    Args:
-        fresh: whether calls are made whose values are known.
+def refuse_written(calls: Iterable[Kept]) -> None:
+    """See that nothing was written to that calls, which are to be made, were given beside the output.
 
     Raises:
         ValueError: something was.
     """
-    needed = in_order(of, lambda one: one._made_of() if fresh or one._known is None else ())
-    refuse_changed(
-        mark
-        for one in needed
-        if one._step is not None and (fresh or one._known is None)
-        for mark in one._step.marks
-    )
+    refuse_changed(mark for one in calls if one._step is not None for mark in one._step.marks)
 
 
 def varying(step: Step) -> dict[str, Any]:
@@ -137,10 +128,10 @@ def varying(step: Step) -> dict[str, Any]:
     return {name: x for name, x in step.kwargs.items() if not is_constant(name, x)}
 
 
-def captured(of: Kept) -> list[torch.Tensor]:
-    """The tensors that what was kept is made of, beside the output."""
+def captured(calls: Iterable[Kept]) -> list[torch.Tensor]:
+    """The tensors that calls were given beside the output."""
     found: dict[int, torch.Tensor] = {}
-    for one in in_order(of, Kept._made_of):
+    for one in calls:
         if (step := one._step) is not None:
             trained = [x for x in step.kwargs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
             arguments = [list(step.args), varying(step), trained]

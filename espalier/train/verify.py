@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from espalier.checkpoint.foreign import load_into
 from espalier.engine.batches import loss_of
 from espalier.parallel.plan import Plan
+from espalier.torch_private import all_given
 from espalier.train.building import build_model, build_optimizer, count_of, weights_of
 from espalier.train.data import prepare, training_batches
 from espalier.train.job import Job
@@ -249,7 +250,7 @@ class Double(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_given(func, kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
             if func is torch.Tensor.float:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from espalier.comm import Pending
 from espalier.comm.backend import Summing
 from espalier.mesh import Mesh
 from espalier.train.job import Job
-from espalier.train.verify import verify
+from espalier.train.verify import Double, verify
 
 PLANS = {"data 4": (4, 1), "tensor 2": (1, 2), "tensor 4": (1, 4), "data 2 × tensor 2": (2, 2)}
 
@@ -82,3 +83,10 @@ def _forgetful(rows: torch.Tensor, mesh: Mesh, axis: int) -> Summing:
 
 def test_verify_can_fail(ranks: Any) -> None:
     assert ranks(2, broken)[0] is False
+
+
+def test_losses_keep_their_weights_while_nothing_is_cast_down() -> None:
+    x, y, weights = torch.rand(3, 4, 2).double()
+    expected = F.l1_loss(x, y, weight=weights)
+    with Double():
+        assert torch.equal(F.l1_loss(x, y, weight=weights), expected)
