@@ -63,6 +63,7 @@ class Batches:
         self.mesh, self.micro_batches = mesh, plan.accumulate
         self.axes = tuple(mesh.axis(name) for name in plan.batch_axes)
         self._context = mesh.axis("context") if plan.context > 1 else None
+        mesh.rows |= {*self.axes, *([] if self._context is None else [self._context])}
 
     @property
     def _sizes(self) -> list[int]:

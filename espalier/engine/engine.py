@@ -82,6 +82,7 @@ from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.meshes import lie_in_each_stage
 from espalier.tensor.observers import user_frame
+from espalier.tensor.told import as_addends
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import parametrized_values
 
@@ -634,7 +635,8 @@ class Engine(Surface):
         passes = self.passes
         self.is_stepping = passes.seen.is_stepping = True
         try:
-            yield
+            with as_addends(self.mesh):
+                yield
         finally:
             self.is_stepping = passes.seen.is_stepping = False
             passes.has_gradients = False

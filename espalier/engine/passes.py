@@ -42,7 +42,7 @@ from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
-from espalier.tensor.told import Telling
+from espalier.tensor.told import Telling, as_addends
 from espalier.torch_private import after_backward, current_graph_task_id, is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
@@ -128,7 +128,7 @@ class ModelCall:
 
     def output(self, inputs: Any) -> Any:
         """What the model gives."""
-        with self.autocast():
+        with self.autocast(), as_addends(self.mesh):
             return called(self.module, inputs)
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ class ModelCall:
         Raises:
             ValueError: there is none, or it is not one number.
         """
-        with self.autocast():
+        with self.autocast(), as_addends(self.mesh):
             loss = (
                 self.loss_fn(output, self.parted(batch)[1]) if self.loss_fn is not None else loss_of(output)
             )
@@ -521,6 +521,7 @@ class Direct(Passes):
                     x.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))
             return x
 
+        self.mesh.sums_at_once = True
         return mapped(leave, output)
 
     def _entering(self, own: bool, x: Any) -> Any:

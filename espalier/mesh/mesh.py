@@ -58,6 +58,9 @@ class Mesh:
             began (see ``espalier.tensor.told``): engines begin that.
         asked: what tells values on parts of it to the other ranks (see ``espalier.tensor.asked``); None where
             there are none.
+        rows: the axes whose ranks share the rows of a batch, by all engines on it.
+        sums_at_once: whether it is a program's loop that computes with what a model gave (see
+            ``espalier.tensor.told``).
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
             all ranks, copies too.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
@@ -117,6 +120,8 @@ class Mesh:
         self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
         self.going: list[Any] = []
         self.asked: Any = None
+        self.rows: frozenset[int] = frozenset()
+        self.sums_at_once = False
         self.is_alike = False
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)

@@ -45,7 +45,7 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.tensor.told import adds_up, note_terms
+from espalier.tensor.told import adds_up, is_summed_at_once, known_at_once, note_terms
 from espalier.torch_private import (
     all_given,
     getter,
@@ -70,8 +70,8 @@ class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "adds_up", "flat", "holds_addends", "keeps", "lends", "marked", "moves", "out", "outs", "placed",
-        "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
+        "adds_up", "flat", "holds_addends", "is_addend", "keeps", "lends", "marked", "moves", "out", "outs",
+        "placed", "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
@@ -98,6 +98,12 @@ class CachedCall:
         self.holds_addends = self.keeps and any(layout.partial for layout in placed.ins)
         is_number = self.out is not None and not self.out.shape
         self.adds_up = is_number and any(adds_up(o.layout) for o in operands)
+        self.is_addend = (
+            self.written is None
+            and self.out is not None
+            and is_summed_at_once(self.out)
+            and not any(is_summed_at_once(o.layout) for o in operands)
+        )
         if spec.fails:
             self.run = fail_together(spec, self.run, placed)
         self.simple = self.quick = self.writes = self.flat = self.runs = False
@@ -106,7 +112,7 @@ class CachedCall:
         """After the first call: whether the next ones may take a short cut."""
         if self.out is None or not isinstance(out, torch.Tensor) or self.marked or self.placed.mesh.is_dry:
             return
-        if self.holds_addends or self.adds_up:
+        if self.holds_addends or self.adds_up or self.is_addend:
             return
         if self.run is not None:
             self.runs = not (self.moves or self.lends) and self.written is None and self.tail is None
@@ -155,6 +161,8 @@ class CachedCall:
         out = self._stamped(out, args, kwargs)
         if self.adds_up:
             note_terms(out, call_arguments)
+        if self.is_addend:
+            out = known_at_once(out)
         return loans.lend(out, func, *call_arguments) if self.lends else out
 
     def call_flat(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,23 +4,32 @@ Of a loss made of rows that ranks share each rank has an addend, and who asks fo
 print it on one rank alone, mostly after ``loss.backward()``, which all ranks call. So the ranks sum it beside
 that, in one message with the losses that it is a sum of (``loss = ce + 0.1 * aux``), and these tensors become
 their values. To autograd those are others, made of the addends.
+
+Numbers of which nothing goes back (how many rows were right, a loss under ``no_grad``) have no such moment:
+they are summed when the loop makes them.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.comm.collectives import all_reduce_, sum_here
+from espalier.comm.redistribute import move
 from espalier.layout import Layout
+from espalier.layout.layout import R, is_partial
 from espalier.layout.routes import SUMS
+from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.torch_private import raw, swap_impls, swapped, version_of
 from espalier.trees import tensors_in
 
+_FEW = 1 << 12  # numbers, that are as good as one
 _MOST = 32  # numbers of one message: a sum over steps has no end
 _NOT_ALONE = frozenset({"_source", "_unfinished", "_reduced"})  # others know it by its addends
 
@@ -47,6 +56,37 @@ def adds_up(layout: Layout) -> bool:
     """Whether a tensor is one number that is a sum, or an average, over ranks."""
     states = [layout.axes[axis] for axis in layout.partial if layout.mesh.shape[axis] > 1]
     return not layout.shape and bool(states) and all(state in SUMS for state in states)
+
+
+def is_summed_at_once(layout: Layout) -> bool:
+    """Whether these are a few numbers made of rows that ranks share, which may have to be known at once."""
+    return not layout.mesh.rows.isdisjoint(layout.partial) and math.prod(layout.shape) <= _FEW
+
+
+def known_at_once(out: torch.Tensor) -> torch.Tensor:
+    """Such numbers, of which nothing goes back: summed now, if a program's loop makes them (a collective).
+
+    All ranks compute them, and it may be that one alone prints them.
+    """
+    if type(out) is not DTensor or not out._layout.mesh.sums_at_once:
+        return out
+    with raw():
+        if out.requires_grad:
+            return out
+        lies = out._layout
+        states = tuple(R if is_partial(state) else state for state in lies.axes)
+        whole = Layout.of(lies.mesh, states, lies.cuts, lies.shape)
+        return stamp(plain(move(out, lies, whole)), whole)
+
+
+@contextmanager
+def as_addends(mesh: Mesh) -> Iterator[None]:
+    """While open, it is not the program's loop that computes: numbers stay addends until they are used."""
+    at_once, mesh.sums_at_once = mesh.sums_at_once, False
+    try:
+        yield
+    finally:
+        mesh.sums_at_once = at_once
 
 
 def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:

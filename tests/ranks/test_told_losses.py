@@ -1,4 +1,5 @@
-"""Losses that a program makes itself are known to all ranks once they have gone back: one may ask alone."""
+"""Losses that a program makes itself are known to all ranks once they have gone back, and numbers of which nothing
+goes back at once: one rank may ask alone."""
 
 from __future__ import annotations
 
@@ -153,3 +154,78 @@ def _sent(rank: int, world: int) -> None:
 
 def test_they_are_told_in_one_message(ranks: Any) -> None:
     ranks(2, _sent)
+
+
+class Centred(nn.Module):
+    """Looks at its batch as it computes, which is nobody's business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return self.inner(x / scale)
+
+
+def judged(net: nn.Module, rank: int) -> list[Any]:
+    """What one rank says of an evaluation, and of numbers beside a loss."""
+    said = list[Any]()
+    total, right, hits = 0.0, 0, torch.zeros(5, dtype=torch.int64)
+    largest = torch.tensor(-9.0, dtype=torch.float64)
+    for x, y in batches():
+        with torch.no_grad():
+            out = net(x)
+            total += F.cross_entropy(out, y)
+            right += (out.argmax(1) == y).sum()
+            largest = torch.maximum(largest, out.max())
+            hits = hits + ((out > 0) & (F.one_hot(y, 5) > 0)).sum(dim=0)
+            kinds = torch.bincount(out.argmax(1), minlength=5)
+            table = F.one_hot(out.argmax(1), 5).T @ F.one_hot(y, 5)
+        sure = net(x).detach().softmax(-1).amax(-1).mean()
+        if rank == 0:
+            said += [f"{total / 3:.9f}", int(right), float(right / 24), largest.item(), sure.item()]
+            said += [hits.tolist(), kinds.tolist(), table.tolist()]
+    return said
+
+
+def _are_known_at_once(rank: int, world: int, plan: dict[str, Any]) -> None:
+    expected = judged(Centred(), 0)
+    net = Centred()
+    net, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan)
+    said = judged(net, rank)
+    assert rank or said == [x if isinstance(x, str | list) else pytest.approx(x, rel=1e-12) for x in expected]
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"), [(2, {"data": 2}), (2, {"data": 2, "zero": 3}), (4, {"data": 2, "tensor": 2})]
+)
+def test_one_rank_may_ask_for_numbers_of_an_evaluation(ranks: Any, world: int, plan: dict[str, Any]) -> None:
+    ranks(world, _are_known_at_once, plan)
+
+
+def _sent_at_once(rank: int, world: int) -> None:
+    """One message a number, of the loop's alone: what the model makes within, and gradients, wait for it."""
+    net = Centred()
+    net, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan={"data": 2})
+    mesh = net(next(batches())[0]).device_mesh
+    for x, y in batches():
+        with espalier.ledger(mesh) as book, torch.no_grad():
+            out = net(x)
+        assert len(book.entries) == 1  # of the scale, when it is used
+        with espalier.ledger(mesh) as book, torch.no_grad():
+            right = (out.argmax(1) == y).sum()
+        assert [entry.bytes for entry in book.entries] == [16]
+        loss = F.cross_entropy(net(x), y)
+        with espalier.ledger(mesh) as book:
+            kept = [loss.detach(), 2 * loss] if rank == 0 else None
+        assert not book.entries and right <= 8
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del kept
+
+
+def test_numbers_of_a_loop_are_sent_once(ranks: Any) -> None:
+    ranks(2, _sent_at_once)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, 
 from espalier.tensor.fallback import stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, share
 from espalier.tensor.saved import saving_places
-from espalier.tensor.told import Telling, share_of_addend
+from espalier.tensor.told import Telling, as_addends, share_of_addend
 from espalier.tensor.waiting import put_last, wait, waiting_hooks
 from espalier.torch_private import (
     ASIDE,
@@ -237,7 +237,10 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     for of_mesh in passes:
         of_mesh.append(telling)
     try:
-        go()
+        with ExitStack() as stack:
+            for mesh in dict.fromkeys(meshes):
+                stack.enter_context(as_addends(mesh))
+            go()
     finally:
         for of_mesh in passes:
             of_mesh.remove(telling)
