@@ -635,6 +635,16 @@ def wrap_door(name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(place, last, wrapped)
 
 
+_clips = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
+
+
+def clipped_now() -> list[torch.Tensor] | None:
+    """The parameters whose gradients ``clip_grad_norm_`` clips, if that calls what calls this."""
+    frame = sys._getframe(2)
+    held = frame.f_locals.get("parameters") if frame.f_code is _clips else None
+    return held if isinstance(held, list) else None
+
+
 determinism_checks: dict[str, Any] = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
 noop_save_inputs: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of torch before 2.13
 next_node_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)

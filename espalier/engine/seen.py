@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
 from espalier.tensor.observers import tell_of_absent_gradient, user_frame, who_asks_for_gradients
-from espalier.torch_private import foreach_norms, raw, version_of, wrap_door
+from espalier.torch_private import clipped_now, foreach_norms, raw, version_of, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
@@ -195,6 +195,12 @@ class SeenGradients:
         if self._is_partial:
             self._noted, self._is_finished = self._mark(), True
 
+    def scaled(self) -> None:
+        """All ranks have scaled gradients, by torch's clipping."""
+        self.note()
+        if self._mesh.asked is not None:
+            self._mesh.asked.changed()
+
     def _mark(self) -> tuple[int, int] | None:
         """Changes when gradients are written to."""
         with raw():
@@ -274,11 +280,24 @@ def install() -> None:
 
 def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        total = total_norm(tensors, norm_type, *args, **kwargs)
-        total._order = float(norm_type)  # type: ignore[attr-defined]
+        held, order = clipped_now(), float(norm_type)
+        norm = None if held is None else _norm_over_stages(held, order)
+        if norm is None:
+            total = total_norm(tensors, norm_type, *args, **kwargs)
+        else:
+            assert held is not None
+            norm = norm.to(held[0].dtype.to_real())
+            total = total_norm([norm], norm_type, *args, **kwargs)  # which says if it is not finite
+        total._order, total._is_whole = order, norm is not None  # type: ignore[attr-defined]
         return total
 
     return get_total_norm
+
+
+def _norm_over_stages(parameters: Sequence[torch.Tensor], order: float) -> torch.Tensor | None:
+    """The norm of their gradients that torch's clipping is to take for its own: plain, on all ranks."""
+    seen: set[SeenGradients] = {p.__dict__["_seen"] for p in parameters if "_seen" in p.__dict__}
+    return next(iter(seen)).norm(parameters, order) if len(seen) == 1 and order > 0 else None
 
 
 def _in_one_order(grouped: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,21 +323,31 @@ def _clipping(clip: Callable[..., None]) -> Callable[..., None]:
         parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        order = getattr(total_norm, "_order", 0.0)
-        seen: set[SeenGradients] = {p.__dict__["_seen"] for p in held if "_seen" in p.__dict__}
-        is_ours = len(seen) == 1 and order > 0
-        norm = next(iter(seen)).norm(held, order) if is_ours else None
-        if norm is None:
-            return clip(held, max_norm, total_norm, *args, **kwargs)
-        with raw():
-            if isinstance(total_norm, DTensor):
-                plain(total_norm).copy_(norm)
-                stamp(total_norm, Layout.replicated(total_norm._layout.mesh, ()))
-            else:  # of no gradients here: in torch's default dtype
-                total_norm.data = norm.to(total_norm.device, held[0].dtype.to_real())
-            known = plain(total_norm)  # on each rank, whichever stages' gradients it was made of
-        clip(held, max_norm, known, *args, **kwargs)
-        for of in seen:
-            of.note()
+        known = total_norm
+        if not getattr(total_norm, "_is_whole", False):
+            norm = _norm_over_stages(held, getattr(total_norm, "_order", 0.0))
+            if norm is None:
+                return clip(held, max_norm, total_norm, *args, **kwargs)
+            with raw():
+                if isinstance(total_norm, DTensor):
+                    plain(total_norm).copy_(norm)
+                    stamp(total_norm, Layout.replicated(total_norm._layout.mesh, ()))
+                else:  # of no gradients here: in torch's default dtype
+                    total_norm.data = norm.to(total_norm.device, held[0].dtype.to_real())
+                known = plain(total_norm)  # on each rank, whichever stages' gradients it was made of
+        own = [grad for p in held if (grad := p.grad) is not None]
+        if any(type(grad) is DTensor and grad._layout.own is not grad._layout for grad in own):
+            clip(held, max_norm, known, *args, **kwargs)  # views that are to be written back
+        else:
+            with raw():  # however gradients lie, each rank scales what it has
+                clip([_Holder(plain(grad)) for grad in own], max_norm, known, *args, **kwargs)
+        for of in {p.__dict__["_seen"] for p in held if "_seen" in p.__dict__}:
+            of.scaled()
 
     return clip_grads_with_norm_
+
+
+class _Holder(NamedTuple):
+    """What torch's clipping asks for a gradient."""
+
+    grad: torch.Tensor

@@ -17,7 +17,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -346,6 +346,7 @@ _BELOW = (
 )
 
 
+@cache
 def _inside(path: str) -> bool:
     return path.startswith((_OURS, _TORCH, *_AROUND)) and not path.startswith(_MODELS)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import espalier
+from espalier.tensor.observers import Watcher, watching
 
 TOLERANCE = 1e-9
 clip = nn.utils.clip_grad_norm_
@@ -510,8 +511,44 @@ def clipped_on_four(rank: int, world: int) -> None:
         together(rank, world, {"pipe": 2, "accumulate": 2, **more})
 
 
+class Calls(Watcher):
+    """How many calls on DTensors there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def around(self, func: Any, args: Any, kwargs: Any, go: Callable[[], Any]) -> Any:
+        self.count += 1
+        return go()
+
+
+def clipped_at_once(rank: int, world: int) -> None:
+    """Not gradient by gradient; and what is not finite in one stage is an error on all ranks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]).double()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.5)
+    net, optimizer = espalier.prepare(net, optimizer, plan={"pipe": 2})
+    for factor in (1.0, math.inf):
+        net(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        with torch.no_grad():
+            if (grad := [*net.parameters()][-1].grad) is not None and factor > 1:
+                grad.fill_(factor)
+        with watching(calls := Calls()):
+            if factor == 1:
+                norm = clip(net.parameters(), 0.1, error_if_nonfinite=True)
+                assert norm.item() > 0.1
+            else:
+                with pytest.raises(RuntimeError, match="non-finite"):
+                    clip(net.parameters(), 0.1, error_if_nonfinite=True)
+        assert not calls.count
+        if factor == 1:
+            assert math.isclose(clip(net.parameters(), 1.0).item(), 0.1, rel_tol=1e-5)
+        optimizer.zero_grad()
+
+
 def test_clipping_by_hand_takes_the_norm_of_all_stages(ranks: Any) -> None:
     ranks(2, all_clipped)
+    ranks(2, clipped_at_once)
     ranks(4, clipped_on_four)
 
 

@@ -1,5 +1,5 @@
-"""Losses that a program makes itself are known to all ranks once they have gone back, and numbers of which nothing
-goes back at once: one rank may ask alone."""
+"""Losses that a program makes itself are known to all ranks once they have gone back, and numbers of which
+nothing goes back at once: one rank may ask alone."""
 
 from __future__ import annotations
 
