@@ -27,6 +27,7 @@ WAITS = {
     "tensor/rules/pointwise.py:foreach": "AveragedModel gives a factor as a tensor; torch wants its value",
     "parallel/data/zero.py:ZeroState.precise": "what state_dict() asks for may be off the device",
     "parallel/data/offloaded_step.py:_read_by_host": "the host's update reads a rate that is a tensor",
+    "engine/update.py:_hooked": "a program's hook of a step asks for a norm",
     "tensor/dry_runs.py:equal": "a copy of a model in stages is looked at when it is first called",
 }
 
