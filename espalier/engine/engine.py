@@ -59,6 +59,7 @@ from espalier.engine.update import (
     FlatParams,
     check_closures,
     check_optimizer,
+    check_plan_of_closures,
     forget_gradients,
     steps_by_closure,
     update_model,
@@ -162,6 +163,17 @@ class Engine(Surface):
                 part.register_step_post_hook(partial(_count, weakref.ref(self)))
             else:
                 bind(part, self)
+
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """A step that calls a closure after it has changed parameters: the optimizer's own, of whole ones.
+
+        Raises:
+            ValueError: the plan has what only the engine's own step knows how to take.
+        """
+        check_plan_of_closures(optimizer, self.plan, stages=True)
+        out = step()
+        self._count_step()
+        return out
 
     def _count_step(self) -> None:
         """A step was made by the optimizer alone."""

@@ -34,6 +34,7 @@ from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
+from espalier.parallel.apart import calls_within, is_torchs
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
@@ -47,6 +48,7 @@ from espalier.torch_private import after_backward, current_graph_task_id, is_a_v
 from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
+_NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Phase = Callable[[str], Any]
 Loss = Callable[[Any], torch.Tensor]
@@ -832,6 +834,9 @@ class Steps(Protocol):
     def step_in_loop(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make one that the program has asked the optimizer for; False: there is nothing that it would do."""
 
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Let an optimizer make one of its own, which calls a closure within."""
+
 
 def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     """Let ``optimizer.step()`` be the engine's step; as a scheduler's wrapper it holds neither."""
@@ -844,18 +849,25 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
         engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
         if engine is None or self is not held_by() or engine.is_stepping:
             return own(*args, **options)
-        closure, closure_out = args[0] if args else options.get("closure"), None
+        closure, out = args[0] if args else options.get("closure"), None
+        inner = own
         if closure is not None:
+            within = _calls_within(self)
+            if within:
+                return engine.step_by_closure(self, partial(own, *args, **options))
             with torch.enable_grad():
-                closure_out = closure()
+                out = closure()
+            if within is not None and not is_torchs(self):
+                inner = partial(own, lambda: out)  # that asks what the loss is
         # within, the optimizer's own step, without what others have put around it: that runs now
-        outermost, self.step = self.step, own  # type: ignore[method-assign]
+        outermost, self.step = self.step, inner  # type: ignore[method-assign]
         try:
             if not engine.step_in_loop(self):
-                own()
+                made = inner()
+                out = made if closure is None else out
         finally:
             self.step = outermost  # type: ignore[method-assign]
-        return closure_out
+        return out
 
     @functools.wraps(around)
     def step(*args: Any, **options: Any) -> Any:
@@ -863,6 +875,13 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
 
     step.__func__, step.engine = method, made_by  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
+    found: bool | None = vars(optimizer).get(_NOTE, "")
+    if found == "":
+        found = vars(optimizer)[_NOTE] = calls_within(optimizer)
+    return found
 
 
 def model_of_steps(optimizer: torch.optim.Optimizer) -> nn.Module | None:

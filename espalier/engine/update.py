@@ -60,25 +60,39 @@ def check_closures(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     Raises:
         ValueError: the plan has what only the engine's own step knows how to take.
     """
+    for part in filter(steps_by_closure, parts_of(optimizer)):
+        check_plan_of_closures(part, plan, is_one_of=part is not optimizer)
+
+
+def check_plan_of_closures(
+    optimizer: torch.optim.Optimizer, plan: Plan, *, is_one_of: bool = False, stages: bool = False
+) -> None:
+    """See that a step that calls for gradients itself goes with the plan.
+
+    Args:
+        is_one_of: there are others of the same model.
+        stages: it works on what the program sees of a pipeline, too.
+
+    Raises:
+        ValueError: it does not.
+    """
     precision, offload = plan.precision, plan.offload
     against = {
-        f"pipe = {plan.pipe}": plan.pipe > 1,
+        f"pipe = {plan.pipe}": plan.pipe > 1 and not stages,
         f"branch = {plan.branch}": plan.branch > 1,
         f"accumulate = {plan.accumulate}": plan.accumulate > 1,
         f"clip = {plan.clip}": plan.clip is not None,
         f"precision = {precision}": precision.parameters is not None or precision.scales,
         "offload": bool(offload.away) or offload.is_by_budget,
+        "another optimizer of the same model": is_one_of,
     }
-    for part in filter(steps_by_closure, parts_of(optimizer)):
-        reasons = [said for said, holds in against.items() if holds]
-        if part is not optimizer:
-            reasons.append("another optimizer of the same model")
-        if reasons:
-            raise ValueError(
-                f"{type(part).__name__}.step(closure) asks for the loss as often as it likes, and works on "
-                f"whole parameters. It does not go with {', '.join(reasons)}: leave that out, or use another "
-                "optimizer."
-            )
+    reasons = [said for said, holds in against.items() if holds]
+    if reasons:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step(closure) asks for the loss as often as it likes, and works on "
+            f"whole parameters. It does not go with {', '.join(reasons)}: leave that out, or use another "
+            "optimizer."
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
@@ -97,7 +111,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     if (plan.pipe > 1 or plan.branch > 1) and makes_one_of_all(optimizer):
         raise ValueError(
             f"The step of {type(optimizer).__name__} makes something of all its parameters or gradients "
-            "(a norm, say), as a trial on small tensors shows. In a pipeline, and with branches, a rank's "
+            "(a norm, say), or draws random numbers for each of them, as a trial on small tensors shows. In "
+            "a pipeline, and with branches, a rank's "
             "optimizer has those of its own stages alone, and the result would be another. Leave it out of "
             "the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the norm of all gradients), or "
             "train under a plan without pipe and branch."

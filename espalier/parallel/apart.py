@@ -20,11 +20,14 @@ import torch
 from espalier.parallel.fused import holding
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor.dry_runs import restore, states
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import forget_step_hooks
 from espalier.trees import leaves
 
 _SCALES = (1e-3, 1.0, 1e3, 1e-1, 10.0, 1.0)
 """Of the gradients of the steps that are tried: a limit of a norm lies somewhere between."""
+_STEADY = (1.0,) * 24
+"""Of gradients that stay as they are, from which estimates of the distance to go begin to grow."""
 _ROUNDING = 0.02  # of how far a parameter has come
 
 
@@ -61,8 +64,10 @@ def updates_each_alone(optimizer: torch.optim.Optimizer, device: torch.device) -
 def _is_apart(device: torch.device, optimizer: torch.optim.Optimizer) -> bool:
     if is_torchs(optimizer):
         return not isinstance(optimizer, torch.optim.LBFGS)
+    if holds_others(optimizer):
+        return False
     ends = tried(optimizer, device, [(_whole, 0), (_one_by_one, 0)])
-    return ends is not None and ends[0].is_as(ends[1])
+    return ends is not None and ends[0].is_as(ends[1]) and not _reaches_others(optimizer, device, _whole)
 
 
 def makes_one_of_all(optimizer: torch.optim.Optimizer) -> bool:
@@ -73,10 +78,62 @@ def makes_one_of_all(optimizer: torch.optim.Optimizer) -> bool:
 def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
     if is_torchs(optimizer):
         return False
-    one, two = map(_clipping_alike, (_whole, _on_two_ranks))
-    ends = tried(optimizer, torch.device("cpu"), [(one, 0), (one, 1), (two, 0)])
-    # what draws numbers tells nothing
-    return ends is not None and ends[0].is_as(ends[1]) and not ends[0].is_as(ends[2], options=False)
+    cpu, (one, two) = torch.device("cpu"), map(_clipping_alike, (_whole, _on_two_ranks))
+    ends = tried(optimizer, cpu, [(one, 0), (two, 0)])
+    if ends is None and calls_within(optimizer):
+        return False  # its step is no part of the engine's
+    if ends is None:
+        warnings.warn(
+            f"{type(optimizer).__name__} could not be tried on small tensors. In a pipeline, and with "
+            "branches, its step has the parameters and gradients of this rank's stages alone: if it makes "
+            "something of all of them (a norm, an estimate of the distance to go), or draws random numbers "
+            "for each, that is another than on one process.",
+            stacklevel=user_frame()[0],
+        )
+        return False
+    return not ends[0].is_as(ends[1], options=False) or _reaches_others(optimizer, cpu, one)
+
+
+def _reaches_others(optimizer: torch.optim.Optimizer, device: torch.device, way: Way) -> bool:
+    """Whether a parameter's updates hang on the gradients of others.
+
+    Those are made others: what is computed of each by itself is the same then to the last bit, also where
+    matrices of one shape are multiplied together. So a little is seen, too.
+    """
+    for scales in (_SCALES, _STEADY):
+        ends = tried(optimizer, device, [(way, 0), (way, 0)], scales=scales, of_others=(1.0, -3.0))
+        if ends is not None and not ends[0].is_as(ends[1], options=False, every=2, rounding=0.0):
+            return True
+    return False
+
+
+def calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether its step calls a closure after it has changed parameters, or more than once; None: not known.
+
+    Such a step is one for a gradient elsewhere (sharpness-aware minimization). Others call it first, if at
+    all.
+    """
+    if is_torchs(optimizer):
+        return isinstance(optimizer, torch.optim.LBFGS)
+    if isinstance(optimizer, Several):
+        return None
+    found: list[bool] = []
+
+    def watched(twin: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+        def step() -> None:
+            before, calls = [p.detach().clone() for p in params], list[bool]()
+
+            def closure() -> torch.Tensor:
+                calls.append(all(map(torch.equal, before, params)))
+                return torch.ones(())
+
+            twin.step(closure)  # type: ignore[arg-type]
+            found.append(len(calls) > 1 or not all(calls))
+
+        return step
+
+    ends = tried(optimizer, torch.device("cpu"), [(watched, 0)])
+    return None if ends is None else any(found)
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -97,15 +154,24 @@ class _End(NamedTuple):
     params: list[torch.Tensor]
     said: list[Any]
 
-    def is_as(self, other: _End, options: bool = True) -> bool:
-        """Whether another is the same, but for rounding: some compute with parameters of a shape at once."""
+    def is_as(self, other: _End, options: bool = True, every: int = 1, rounding: float = _ROUNDING) -> bool:
+        """Whether another is the same, but for rounding: some compute with parameters of a shape at once.
+
+        Args:
+            every: of so many parameters the first is looked at.
+        """
+        ends = list(zip(self.starts, self.params, other.params, strict=True))
         near = all(
-            (a - b).abs().max() <= _ROUNDING * (a - start).abs().max()
-            for start, a, b in zip(self.starts, self.params, other.params, strict=True)
+            torch.equal(a.isfinite(), b.isfinite()) and _largest(a - b) <= rounding * _largest(a - start)
+            for start, a, b in ends[::every]
         )
         if not near or not options:
             return near
         return len(self.said) == len(other.said) and all(map(_is_near, self.said, other.said))
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(0, 0, 0).abs().max()
 
 
 def _is_near(a: Any, b: Any) -> bool:
@@ -117,20 +183,28 @@ def tried(
     device: torch.device,
     ways: Sequence[tuple[Way, int]],
     size: Callable[[int], Sequence[int]] = lambda ndim: (3,) * ndim,
+    scales: Sequence[float] = _SCALES,
+    of_others: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> list[_End] | None:
     """What some steps on small tensors come to, each way with a seed; None if it cannot be tried.
 
     Args:
         size: of a tensor of so many dims.
+        scales: of the gradients of each step.
+        of_others: for each way a factor of those of every second parameter, which a negative one turns
+            around in every second step.
     """
     held = leaves(list(_own(optimizer).values()))
-    if any(isinstance(x, torch.optim.Optimizer) or (isinstance(x, torch.Tensor) and x.ndim) for x in held):
+    if not holds_others(optimizer) and any(isinstance(x, torch.Tensor) and x.ndim for x in held):
         return None  # it holds more than states, of all its parameters
     before = states(device)
     try:
         with warnings.catch_warnings(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
-            return [_end(optimizer, device, way, seed, size) for way, seed in ways]
+            return [
+                _end(optimizer, device, way, seed, size, scales, factor)
+                for (way, seed), factor in zip(ways, of_others, strict=False)
+            ]
     except Exception:  # it wants other tensors, or a closure
         return None
     finally:
@@ -143,6 +217,8 @@ def _end(
     way: Way,
     seed: int,
     size: Callable[[int], Sequence[int]],
+    scales: Sequence[float],
+    of_others: float,
 ) -> _End:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(seed)
@@ -150,20 +226,27 @@ def _end(
     def drawn(ndim: int) -> torch.Tensor:
         return torch.randn(tuple(size(ndim)), generator=generator).to(device)
 
-    twin = object.__new__(type(optimizer))
-    vars(twin).update({**vars(optimizer), **copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        sizes = sorted({p.ndim for p in group["params"]})
-        like = [drawn(ndim).requires_grad_() for ndim in sizes for _ in range(2)]
-        twin.param_groups.append({**copy.deepcopy(_options(group)), "params": like})
-    params = [p for group in twin.param_groups for p in group["params"]]
+    if holds_others(optimizer):
+        twin, params = _with_others(optimizer, drawn)
+    else:
+        twin = object.__new__(type(optimizer))
+        vars(twin).update({**vars(optimizer), **copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
+        twin.param_groups = []
+        for group in optimizer.param_groups:
+            sizes = sorted({p.ndim for p in group["params"]})
+            like = [drawn(ndim).requires_grad_() for ndim in sizes for _ in range(2)]
+            twin.param_groups.append({**copy.deepcopy(_options(group)), "params": like})
+        params = [p for group in twin.param_groups for p in group["params"]]
+        twin = shadow_of(twin, params)
     starts = [p.detach().clone() for p in params]
-    twin = shadow_of(twin, params)
+    if callable(into_training := getattr(twin, "train", None)):  # as those that keep averages want
+        into_training()
     step = way(twin, params)
-    for scale in _SCALES:
-        for p in params:
-            p.grad = drawn(p.ndim) * scale
+    grads = [drawn(p.ndim) for p in params]
+    for number, scale in enumerate(scales):
+        for i, p in enumerate(params):
+            grad = grads[i] if scales is _STEADY else drawn(p.ndim) * scale
+            p.grad = grad * (abs(of_others) if number % 2 else of_others) if i % 2 else grad.clone()
         step()
     said = leaves([*map(_options, twin.param_groups), _own(twin)], (bool, int, float, str))
     return _End(starts, [p.detach() for p in params], said)
@@ -189,10 +272,73 @@ def _one_by_one(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) ->
 
 
 def _on_two_ranks(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
-    ranks = [shadow_of(optimizer, params[i::2]) for i in range(2)]
-    for rank in ranks:
-        vars(rank).update({**copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
-    return lambda: [rank.step() for rank in ranks]
+    if holds_others(optimizer):
+        ranks = [_again(optimizer, params, params[i::2]) for i in range(2)]
+    else:
+        ranks = [shadow_of(optimizer, params[i::2]) for i in range(2)]
+        for rank in ranks:
+            vars(rank).update({**copy.deepcopy(_own(optimizer)), "state": defaultdict(dict)})
+    generators = [torch.get_rng_state()] * len(ranks)
+
+    def step() -> None:
+        for i, rank in enumerate(ranks):  # each draws from a generator of its own
+            torch.set_rng_state(generators[i])
+            rank.step()
+            generators[i] = torch.get_rng_state()
+
+    return step
+
+
+def holds_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is around another optimizer (an average, a step elsewhere)."""
+    return any(isinstance(x, torch.optim.Optimizer) for x in _own(optimizer).values())
+
+
+def _with_others(
+    optimizer: torch.optim.Optimizer, drawn: Callable[[int], torch.Tensor]
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """One that is around others again, with small parameters: two of each number of dims in each group."""
+    like = {
+        id(p): drawn(p.ndim).requires_grad_() for group in optimizer.param_groups for p in group["params"]
+    }
+    kept: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for ndim in sorted({p.ndim for p in group["params"]}):
+            kept += [like[id(p)] for p in group["params"] if p.ndim == ndim][:2]
+    return _copied(optimizer, dict(like), kept), kept
+
+
+def _again(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
+) -> torch.optim.Optimizer:
+    return _copied(optimizer, {id(p): p for p in params}, kept)
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, memo: dict[int, Any], kept: Sequence[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """A copy, and of those that it is around, without states, hooks, and what was put in place of its step.
+
+    Args:
+        memo: what stands in the place of its parameters.
+        kept: those that it has.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    memo[id(optimizer.state)] = defaultdict(dict)
+    held = {name: x for name, x in vars(optimizer).items() if name != "step"}
+    for x in held.values():
+        if isinstance(x, torch.optim.Optimizer) and id(x) not in memo:
+            _copied(x, memo, kept)
+        elif isinstance(x, torch.nn.Module):
+            memo[id(x)] = torch.nn.Module()
+    vars(twin).update(copy.deepcopy({name: x for name, x in held.items() if "hooks" not in name}, memo))
+    vars(twin).update({name: x for name, x in held.items() if "hooks" in name})
+    forget_step_hooks(twin)
+    ids = set(map(id, kept))
+    for group in twin.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in ids]
+    return twin
 
 
 class _Clipping:

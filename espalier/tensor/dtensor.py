@@ -228,8 +228,8 @@ class DTensor(torch.Tensor):
                 self._reduced = stamp(move(value.detach(), lies_as, reduced._layout), reduced._layout)
             return
         if value is not None:
-            before = plain_call(_grad.__get__, (), (self,), {})
-            wanted = before._layout if type(before) is DTensor else _known(gradient_layout(self._layout))
+            before, unsaid = plain_call(_grad.__get__, (), (self,), {}), _known(gradient_layout(self._layout))
+            wanted = before._layout if type(before) is DTensor else unsaid
             layout = layout_of(value, self._layout.mesh)
             if layout.shape != wanted.shape:
                 raise ValueError(
@@ -241,6 +241,9 @@ class DTensor(torch.Tensor):
             if layout is not wanted and layout is not self._layout and not stays:
                 with raw():
                     value = stamp(move(value.detach(), layout, wanted), wanted)
+            elif type(value) is not DTensor and layout is not unsaid:  # what a plain one is taken for
+                with raw():
+                    value = stamp(value.detach(), layout)
         plain_call(_grad.__set__, (), (self, value), {})
 
     @grad.deleter

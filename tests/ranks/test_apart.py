@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import espalier
-from espalier.parallel.apart import makes_one_of_all, updates_each_alone
+from espalier.parallel.apart import calls_within, makes_one_of_all, updates_each_alone
 from tests.ranks.test_habits import Lookahead
 from tests.ranks.test_sums_of_losses import layers
 
@@ -133,10 +133,122 @@ class Noisy(Own):
         return 1.0 + 0.5 * torch.rand(())
 
 
+class Faint(Own):
+    """By the norm of all gradients, of which little is felt."""
+
+    def factor(self) -> Any:
+        return 1.0 + 1e-4 * sum((p.grad**2).sum().sqrt() for _, p in self.held)  # type: ignore[operator]
+
+
+class Growing(Own):
+    """By an estimate of all that grows where gradients stay as they are, and else not."""
+
+    def factor(self) -> Any:
+        pairs = [(self.state[p].get("m"), p.grad.sign()) for _, p in self.held]  # type: ignore[union-attr]
+        ways = [(m.sign() * sign).mean().item() for m, sign in pairs if m is not None]
+        for group in self.param_groups:
+            group["d"] *= 1.1 if ways and sum(ways) / len(ways) > 0.9 else 1.0
+        return self.param_groups[0]["d"]
+
+
+class Drawing(Own):
+    """By random numbers for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, p in self.held:
+            p.sub_(p.grad * (1.0 + torch.rand(())), alpha=0.1)  # type: ignore[operator]
+
+
+class Aside(torch.optim.Optimizer):
+    """Sharpness-aware: the gradient of a place beside, of another optimizer."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, 0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "it requires a closure"
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()  # type: ignore[union-attr]
+        aside = [p.grad * (0.05 / (norm + 1e-12)) for p in held]  # type: ignore[operator]
+        for p, way in zip(held, aside, strict=True):
+            p.add_(way)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for p, way in zip(held, aside, strict=True):
+            p.sub_(way)
+        self.base.step()
+        return loss
+
+
+class Asking(Own):
+    """By the loss itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for _, p in self.held:
+            p.sub_(p.grad, alpha=0.1 * min(float(loss.detach()), 0.5))
+        return loss
+
+
 ALONE = (Own, Counted, Stacked)
 TOGETHER = (Limited, Estimating, Counting, Listing, averaging, Clipping)
 OF_ALL = (Limited, Estimating)
+TRIED = (Faint, Growing, Drawing)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
+
+
+def asked(kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any] | None) -> torch.Tensor:
+    """Trained by ``optimizer.step(closure)``."""
+    model: Any = net()
+    optimizer: Any = kind(model.parameters())
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+    seen: list[Any] = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        if kind is Aside:
+            closure()
+        seen.append(optimizer.step(closure).item())
+    seen += model.state_dict().values()
+    return torch.cat([torch.as_tensor(x).detach().flatten().double() for x in seen])
+
+
+def by_closures(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    plans: list[dict[str, Any]] = [
+        {"data": 2},
+        {"data": 2, "zero": 1},
+        {"data": 2, "zero": 3},
+        {"tensor": 2},
+        {"pipe": 2},
+    ]
+    try:
+        for kind in (Aside, Asking):
+            expected = asked(kind, None)
+            for plan in plans:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a norm of all stages
+                    apart = (asked(kind, plan) - expected).abs().max().item()
+                assert apart < TOLERANCE, f"{kind} under {plan}: {apart}"
+        with pytest.raises(ValueError, match="asks for the loss as often as it likes"):
+            asked(Aside, {"data": 2, "clip": 0.1})
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def net() -> nn.Module:
@@ -197,15 +309,28 @@ def test_offloaded_updates_and_stages_equal_one_process(ranks: Any, tmp_path: Pa
     ranks(2, same, tmp_path)
 
 
+def test_steps_that_call_a_closure_within_equal_one_process(ranks: Any) -> None:
+    ranks(2, by_closures)
+
+
+def test_how_an_optimizer_calls_a_closure_is_tried() -> None:
+    found = {kind: calls_within(kind(net().parameters())) for kind in (Own, Asking, Aside, torch.optim.Adam)}
+    assert found == {Own: False, Asking: False, Aside: True, torch.optim.Adam: False}
+
+
 def test_what_an_optimizer_does_is_tried() -> None:
     cpu, before = torch.device("cpu"), torch.get_rng_state()
-    for kind in (*KINDS, Noisy, torch.optim.AdamW, torch.optim.LBFGS):
+    for kind in (*KINDS, *TRIED, Noisy, torch.optim.AdamW, torch.optim.LBFGS):
         optimizer = kind(net().parameters())
         kept = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
         torch.set_rng_state(before)
-        alone = kind in (*ALONE, torch.optim.AdamW)
+        alone = kind in (*ALONE, Drawing, torch.optim.AdamW)
         assert updates_each_alone(optimizer, cpu) == alone, kind
-        assert makes_one_of_all(optimizer) == (kind in OF_ALL), kind
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert makes_one_of_all(optimizer) == (kind in (*OF_ALL, *TRIED)), kind
+        said = ["could not be tried" in str(w.message) for w in caught]
+        assert said == ([True] if kind in (Listing, averaging) else []), (kind, said)
         assert torch.equal(torch.get_rng_state(), before) and not optimizer.state
         assert getattr(optimizer, "calls", []) in ([], 0)
         held = [p for group in optimizer.param_groups for p in group["params"]]

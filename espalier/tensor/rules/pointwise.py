@@ -404,6 +404,17 @@ def _as_others(i: int, layout: Layout | None, lists: tuple[Any, ...]) -> Layout 
     return None
 
 
+def _broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
+    """That of a tensor of another shape which meets one that lies so (a factor, say, or one for each row)."""
+    before = layout.ndim - len(shape)
+    if before < 0:
+        return Layout.replicated(layout.mesh, shape)
+    same = [n == layout.shape[before + dim] for dim, n in enumerate(shape)]
+    cuts = tuple(layout.cuts[before + dim] if is_same else () for dim, is_same in enumerate(same))
+    axes = [s - before if isinstance(s, int) and s >= before and same[s - before] else R for s in layout.axes]
+    return Layout.of(layout.mesh, tuple(axes), cuts, tuple(shape))
+
+
 def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
     if not isinstance(a, tuple | list) or len(a) != len(layouts):
         return a
@@ -426,6 +437,8 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
             out.append(torch.empty(lay.local_shape, dtype=x.dtype, device="meta"))
             continue
         layout = layout_of(x, lay.mesh)
+        if layout.shape != lay.shape and not written:
+            lay = _broadcast(lay, layout.shape)
         if layout is not lay and layout.shape == lay.shape and not same_data(layout, lay):
             if written:
                 raise ValueError(
