@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
@@ -44,7 +45,7 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.record import TorchState
+from espalier.parallel.pipeline.record import TorchState, observed
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
@@ -53,7 +54,7 @@ from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
-from espalier.tensor.observers import program_lines
+from espalier.tensor.observers import program_lines, user_frame
 from espalier.torch_private import own_buffers, own_parameters, raw
 from espalier.trees import tree_map
 
@@ -76,7 +77,7 @@ class Staged(Passes):
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
-        self._runs = 0
+        self._runs, self._has_told_of_hooks = 0, False
         self._copies = _Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
@@ -307,7 +308,26 @@ class Staged(Passes):
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
         self.memory.hidden.hide(self.call.module)
 
+    def _tell_of_hooks(self) -> None:
+        """Warn once of what a program's hooks collect in stages of other ranks."""
+        here = {m for i in self.stages.local for m in self.stages.split.stages[i].inner}
+        others = {m for of in self.stages.split.stages for m in of.inner} - here
+        if not (modules := observed(others)):
+            return
+        self._has_told_of_hooks = True
+        names = {m: name for name, m in self.call.module.named_modules()}
+        name = min(names.get(m, type(m).__name__) for m in modules)
+        warnings.warn(
+            f"{name!r} has a hook, and lies in a stage of another rank: hooks are called where their module "
+            "is, and what one collects (a dict of features, say) is not on this rank. What it gives in the "
+            "place of an output counts. Let the model's forward give features, beside its output: these are "
+            "known on all ranks.",
+            stacklevel=user_frame()[0],
+        )
+
     def _context(self, data: ZeroState) -> StageContext:
+        if not self._has_told_of_hooks and not self.mesh.is_dry:
+            self._tell_of_hooks()
         self.memory.hidden.show(self.call.module)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         parts = data.gradients.parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -273,3 +274,23 @@ def test_losses_that_are_shares_of_a_steps_sum(ranks: Any) -> None:
 
 def test_own_rows_of_outputs_after_a_step(ranks: Any) -> None:
     ranks(4, on_four)
+
+
+def hooked(rank: int, world: int) -> None:
+    """Who collects features by hooks is told, once, of those that are in another stage."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    model, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2})
+    x, found, names = torch.ones(4, 6, dtype=torch.float64), dict[str, Any](), ("0", "2")
+    with torch.no_grad():
+        expected = model(x)  # no hook, no word
+        for name in names:
+            collect = partial(found.__setitem__, name)
+            net.get_submodule(name).register_forward_hook(lambda _, given, out, collect=collect: collect(out))
+        with pytest.warns(UserWarning, match=f"'{names[1 - rank]}' has a hook.* give features"):
+            assert torch.equal(model(x), expected)
+        assert [*found] == [names[rank]]
+        model(x)
+
+
+def test_hooks_in_stages_of_other_ranks_are_told_of(ranks: Any) -> None:
+    ranks(2, hooked)

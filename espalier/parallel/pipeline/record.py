@@ -775,6 +775,16 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
+def observed(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of modules that have hooks which a program has put there, and no library, nor themselves."""
+
+    def is_of_program(hook: Any) -> bool:
+        is_own = isinstance(getattr(hook, "__self__", None), nn.Module)
+        return not is_own and not made_in(hook, "espalier", "torch", "transformers")
+
+    return [m for m in modules if any(map(is_of_program, (h for of in HOOKS for h in vars(m)[of].values())))]
+
+
 def newly_hooked(model: nn.Module, before: Mapping[str, list[int]]) -> list[str]:
     """The names of modules that have other hooks now than :func:`hooks_in` said."""
     return [name for name, keys in hooks_in(model).items() if keys != before.get(name)]
