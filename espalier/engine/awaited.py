@@ -15,6 +15,7 @@ import copy
 import math
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -44,7 +45,8 @@ from espalier.parallel.pipeline.trace import statistics
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
 from espalier.tensor.dry_runs import Drawing
-from espalier.tensor.observers import program_asks_kind
+from espalier.tensor.fallback import GatherWarning
+from espalier.tensor.observers import program_asks_kind, user_frame
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import all_given, memory_id, raw
 from espalier.trees import leaves, tree_map
@@ -311,6 +313,14 @@ class Awaited(Kept):
         return full_tensor(self.value()).detach().__reduce_ex__(protocol)  # a file has the tensor
 
     def __dlpack__(self, **options: Any) -> Any:
+        if not self._has_gone_back and self._wants_grad():
+            warnings.warn(
+                "torch.as_tensor, or DLPack, of what a pipeline has yet to compute gives its value, through "
+                "which no gradient goes back. Make a loss of what the model gives itself; detach it for a "
+                "metric.",
+                GatherWarning,
+                stacklevel=user_frame()[0],
+            )
         return full_tensor(self.value()).__dlpack__(**options)  # which torch.as_tensor asks for
 
     def __dlpack_device__(self) -> Any:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import nn
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
@@ -424,6 +425,12 @@ class DTensor(torch.Tensor):
             ValueError: a placement that is private to torch, or one that cuts elsewhere than ours.
         """
         return DTensor._above.from_torch(tensor)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """As ``torch.Tensor.as_subclass``: a tensor of a program's or library's class has the whole value."""
+        if cls in (torch.Tensor, nn.Parameter) or issubclass(cls, DTensor):
+            return super().as_subclass(cls)
+        return self.full_tensor().as_subclass(cls)
 
     @property
     def _spec(self) -> Any:

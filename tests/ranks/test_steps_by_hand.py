@@ -81,9 +81,30 @@ def trained(work: Callable[[Any], list[Any]], plan: dict[str, Any] | None) -> to
     return torch.cat([espalier.full_tensor(torch.as_tensor(x)).detach().flatten().double() for x in seen])
 
 
-def equal(rank: int, world: int, work: Callable[[Any], list[Any]]) -> None:
+class Named(torch.Tensor):
+    """As libraries have them for images, boxes, masks."""
+
+
+def named(model: Any) -> list[Any]:
+    """A metric, and a loss, of what a library makes its own tensor of."""
+    x, y = batch(7)
+    out = model(x)
+    guesses = out.argmax(-1).contiguous().as_subclass(Named).view(-1)
+    assert len(guesses) == 8 and isinstance(guesses, Named)
+    with torch.enable_grad():
+        loss = F.cross_entropy(model(x).as_subclass(Named).as_subclass(torch.Tensor), y)
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+    return [guesses.as_subclass(torch.Tensor).double(), loss.detach(), *grads]
+
+
+def equal(
+    rank: int,
+    world: int,
+    work: Callable[[Any], list[Any]],
+    plans: tuple[dict[str, Any], ...] = PLANS,
+) -> None:
     expected = trained(work, None)
-    for plan in PLANS:
+    for plan in plans:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numbers of other stages, each asked for by itself
             apart = (trained(work, plan) - expected).abs().max().item()
@@ -100,6 +121,14 @@ def seen_and_given(rank: int, world: int) -> None:
 
 def on_lists(rank: int, world: int) -> None:
     equal(rank, world, lists)
+
+
+def of_a_class(rank: int, world: int) -> None:
+    equal(rank, world, named, PLANS[:-1])
+
+
+def test_tensors_of_a_librarys_class_are_whole(ranks: Any) -> None:
+    ranks(2, of_a_class)
 
 
 def test_a_plain_gradient_is_the_whole_one(ranks: Any) -> None:
