@@ -55,6 +55,7 @@ _ATTRIBUTES = frozenset("shape ndim dtype device requires_grad".split())
 _QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
 _OF_DICTS = frozenset("get items keys values".split())
 _OF_GRADIENTS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
+_OF_KIND = frozenset("dtype ndim dim ndimension is_floating_point is_complex".split())  # Python goes by it
 _OF_ROWS = frozenset("shape size numel nelement".split())  # another in each micro-batch
 _IN_PLACE = {
     f"__i{name}__": getattr(operator, name) for name in "add sub mul truediv floordiv mod pow".split()
@@ -97,7 +98,7 @@ class Awaited(Kept):
         if not program_asks_kind(sys._getframe(1)):
             return type(self)
         will_be = self._will_be()
-        return type(self) if will_be is UNKNOWN else type(will_be)
+        return type(self.value() if will_be is UNKNOWN else will_be)
 
     def _will_be(self) -> Any:
         """It, with tensors that have no data, of a batch of any shape."""
@@ -172,6 +173,8 @@ class Awaited(Kept):
         if name in _OF_ROWS and not self._source.is_whole:
             return kept()
         shapes = self._shapes()
+        if shapes is UNKNOWN and name in _OF_KIND and isinstance(value := self.value(), torch.Tensor):
+            return ask(value)
         if not isinstance(shapes, torch.Tensor):
             return kept()
         return self._source.device if name == "device" else ask(shapes)

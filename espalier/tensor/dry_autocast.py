@@ -9,8 +9,8 @@ inputs' dtypes, with tensors that pretend to lie on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -184,25 +184,35 @@ class _Casts(DispatchMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def answered_for_meta(tensors: Iterable[Any]) -> Iterator[None]:
-    """While open, and if one of these lies nowhere: torch answers whether autocast is on for ``meta``, too.
+def answered_for_meta(tensors: Iterable[Any]) -> AbstractContextManager[None]:
+    """While open, and if one of these lies nowhere: torch answers for ``meta``, see :func:`as_if_for_cpu`."""
+    has_one = any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors)
+    return as_if_for_cpu() if has_one else nullcontext()
 
-    Code that computes on plain tensors asks for the device that they are on; torch ends in an error there.
+
+@contextmanager
+def as_if_for_cpu() -> Iterator[None]:
+    """While open, torch answers whether autocast is on for ``meta``, too, and switches it as for the CPU.
+
+    Code that computes on plain tensors asks for the device that they are on, or turns autocast off there
+    (``torch.autocast(x.device.type, enabled=False)``); torch ends in an error for this one.
     """
-    if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tensors):
-        yield
-        return
-    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    is_enabled, dtype_of, made = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__
 
     def enabled(device_type: str | None = None) -> bool:
         if device_type == "meta":
             return autocast_dtype("meta") is not None
         return is_enabled() if device_type is None else is_enabled(device_type)
 
+    @wraps(made)
+    def made_like(of: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made(of, _LIKE if device_type == "meta" else device_type, *args, **kwargs)
+
     torch.is_autocast_enabled = enabled
     torch.get_autocast_dtype = lambda device_type: dtype_of(_LIKE if device_type == "meta" else device_type)
+    setattr(torch.autocast, "__init__", made_like)  # noqa: B010 - programs hold the class itself
     try:
         yield
     finally:
         torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, dtype_of
+        setattr(torch.autocast, "__init__", made)  # noqa: B010

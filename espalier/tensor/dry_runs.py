@@ -16,6 +16,7 @@ from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.mesh import Mesh
+from espalier.tensor.dry_autocast import as_if_for_cpu
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import (
     REJECTING,
@@ -448,6 +449,17 @@ class Recalled(DispatchMode):
         self.flops = 0
         self._counts = flop_counts()
         self._ways: dict[Any, tuple[Callable[..., Any], bool, bool]] = {}
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Recalled:
+        self._open.append(as_if_for_cpu())
+        self._open[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.pop().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = self._ways.get(func)

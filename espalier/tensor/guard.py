@@ -90,6 +90,9 @@ def install() -> None:
         for a in args:
             if type(a) is DTensor and not getattr(cls, "espalier", False):
                 return _typed(original, cls, args, kwargs, a)
+        if any(not isinstance(a, torch.Tensor) and hasattr(a, "__torch_function__") for a in args):
+            # what stands for a tensor that is yet to be computed: forward would go through with it
+            return handle_torch_function(cls.apply, args, *args, **kwargs)
         if any_alive() and not getattr(cls, "espalier", False) and any(map(callable, args)):
             # a module, say, whose parameters are DTensors
             return fallback.on_wholes(cls)(*args, **kwargs)

@@ -721,7 +721,46 @@ def adjoint_methods(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(3)], *model.parameters()]
 
 
+class PastAutocast(nn.Module):
+    """A layer that computes in its input's dtype where autocast is open, as rotary embeddings do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x * torch.arange(x.shape[-1], device=x.device).cos()
+
+
+def layers_past_autocast(lay: Lay) -> list[Any]:
+    model = nn.Sequential(net(6, 12), PastAutocast(), nn.Linear(12, 12), PastAutocast(), nn.Linear(12, 4))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    return [*(trained(model, optimizer, step).item() for step in range(2)), *model.parameters()]
+
+
+class Turned(torch.autograd.Function):
+    """Gives gradients that are not those of what its forward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.weight * grad, None
+
+
+def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:
+    model, out = net(), list[Any]()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(2):
+        x, y = batch(step)
+        loss = F.cross_entropy(Turned.apply(model(x), 0.3), y)  # type: ignore[no-untyped-call]
+        out.append(stepped(loss, optimizer).item())
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    layers_past_autocast,
+    functions_of_ones_own_in_losses,
     adjoint_methods,
     layers_that_come_later,
     rows_that_come_later,
@@ -752,6 +791,8 @@ PROGRAMS = (
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
+    functions_of_ones_own_in_losses,
+    layers_past_autocast,
     losses_of_torchscript,
     sparse_graphs,
     parameters_given,
@@ -820,12 +861,13 @@ def compared(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:(spread_out|_lambda|forward|.* of sparse tensors) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule")
-@pytest.mark.filterwarnings("ignore:The autograd function Adjoint has no rule")
+@pytest.mark.filterwarnings("ignore:The autograd function (Adjoint|Turned) has no rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:Graph cannot be split:espalier.parallel.compose.UndividedWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:
     ranks(2, compared)

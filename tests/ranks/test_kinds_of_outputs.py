@@ -133,12 +133,26 @@ def handed_on(lay: Lay) -> list[Any]:
     return [*out, *repackaged(hidden), *model.parameters()]
 
 
+def hard_rows(lay: Lay) -> list[Any]:
+    """A loss of as many rows as their values say, of which is asked what kind of thing they are."""
+    model, out = net(), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        hard = losses[losses > losses.detach().mean()]
+        assert torch.is_tensor(hard) and hard.ndim == 1
+        out.append(stepped(hard.clamp(min=torch.finfo(hard.dtype).tiny).mean(), optimizer).item())
+    return [*out, *model.parameters()]
+
+
 def compared(rank: int, world: int) -> None:
     for kind in KINDS:
         program = partial(kinds, kind)
         program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
         compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
-    compare(handed_on, [({"pipe": 2}, {}), ({"data": 2}, {})])
+    for whole in (handed_on, hard_rows):
+        compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 
 
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")

@@ -30,6 +30,7 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.before import Before, reached
 from espalier.tensor.copies import Apart, on_meta
+from espalier.tensor.dry_autocast import as_if_for_cpu
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
@@ -149,6 +150,7 @@ class ShapeInference:
         bare = stamp(torch.empty(layout.local_shape, dtype=x.dtype, device="meta"), layout)
         return bare.requires_grad_(x.requires_grad)
 
+    @as_if_for_cpu()
     def _run(
         self,
         programs: Sequence[StageProgram],
