@@ -560,6 +560,11 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def note_constructors() -> None:
+    """Which functions of torch a default device is for, before one of them is wrapped."""
+    torch.utils._device._device_constructors()  # it is remembered
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode for runs without data, in which nothing is compiled.
 

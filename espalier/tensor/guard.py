@@ -63,6 +63,7 @@ from espalier.torch_private import (
     math_attention,
     module_functions,
     noop_save_inputs,
+    note_constructors,
     outside_transforms,
     raw,
     replace_muon,
@@ -114,6 +115,9 @@ def install() -> None:
     for module in (torch, torch.utils.dlpack):
         if hasattr(module, "to_dlpack"):
             setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
+    note_constructors()
+    for name in ("as_tensor", "asarray"):
+        setattr(torch, name, _of_its_kind(getattr(torch, name)))
     rnn = torch.nn.RNNBase
     rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign, assignment]
     for door in ("vmap", "grad", "functionalize"):
@@ -130,6 +134,23 @@ def install() -> None:
     for scripted in (torch.jit.ScriptFunction, torch.ScriptMethod):
         setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
+
+
+def _of_its_kind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.as_tensor`` and ``asarray`` ask no types: of another dtype they would give this rank's part."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if type(x) is not DTensor or not torch_functions_on():
+            return original(*args, **kwargs)
+        to = {name: kwargs[name] for name in ("dtype", "device", "copy") if kwargs.get(name) is not None}
+        out = x.to(**to) if to else x
+        if original.__name__ == "as_tensor":
+            return out
+        return out.detach().requires_grad_() if kwargs.get("requires_grad") else out.detach()
+
+    return made
 
 
 def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:

@@ -131,6 +131,27 @@ def test_memory_is_handed_out_where_it_is_whole(ranks: Any) -> None:
     ranks(4, at_the_doors)
 
 
+def of_another_kind(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"a": world})
+    value = torch.arange(12.0).view(4, 3)
+    x = distribute_tensor(value, mesh, [Shard(0)]).requires_grad_()
+    for name in ("as_tensor", "asarray"):
+        make = getattr(torch, name)
+        assert torch.equal(make(x).full_tensor(), value)
+        made = make(x, dtype=torch.float64)
+        assert torch.equal(made.full_tensor(), value.double()), name
+        assert made.requires_grad == make(value.clone().requires_grad_(), dtype=torch.float64).requires_grad
+    with torch.device("meta"):
+        assert torch.as_tensor([1.0]).is_meta
+    torch.as_tensor(data=x, dtype=torch.float64).square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad.full_tensor(), 2 * value)
+
+
+@pytest.mark.world(2)
+def test_a_tensor_of_another_kind_is_whole(ranks: Any) -> None:
+    ranks(2, of_another_kind)
+
+
 @pytest.mark.world(2)
 def test_recurrent_layers_look_at_no_addresses(ranks: Any) -> None:
     ranks(2, the_doors_of_recurrent)
