@@ -146,9 +146,10 @@ def _of_its_kind(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         to = {name: kwargs[name] for name in ("dtype", "device", "copy") if kwargs.get(name) is not None}
         out = x.to(**to) if to else x
-        if original.__name__ == "as_tensor":
+        wants = kwargs.get("requires_grad")
+        if wants is None:
             return out
-        return out.detach().requires_grad_() if kwargs.get("requires_grad") else out.detach()
+        return (out if wants and out.requires_grad else out.detach()).requires_grad_(wants)
 
     return made
 

@@ -156,6 +156,7 @@ def compared(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:Recurrent cannot be split:espalier.parallel.compose.UndividedWarning")
 def test_kinds_of_outputs(ranks: Any) -> None:
     ranks(2, compared)
