@@ -18,10 +18,11 @@ from espalier.faults.settings import Faults
 
 _SOON: Final = 2.0  # seconds without a move, where the cause is known
 _TOGETHER: Final = (
-    "A collective is made by all of its ranks: so are a step, full_tensor(), .numpy() and a print of a "
-    "tensor that is cut, state_dict() of a model or an optimizer that is, and .item() of a number made of "
-    "rows that ranks share. (A loss is known to all once it has gone back: ask then. Or let all ranks ask, "
-    "and one print, or save.)"
+    "A collective is made by all of its ranks: so are a step, a call of a prepared model, full_tensor(), "
+    ".numpy() and a print of a tensor that is cut, state_dict() of a model or an optimizer that is, and "
+    ".item() of a number made of rows that ranks share. (A loss is known to all once it has gone back: ask "
+    "then. Or let all ranks ask, and one print, or save. To evaluate on one rank, where the plan cuts no "
+    "parameters, call model.module.)"
 )
 
 

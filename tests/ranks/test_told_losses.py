@@ -205,6 +205,24 @@ def test_one_rank_may_ask_for_numbers_of_an_evaluation(ranks: Any, world: int, p
     ranks(world, _are_known_at_once, plan)
 
 
+def _judges_alone(rank: int, world: int, plan: dict[str, Any]) -> None:
+    expected = judged(Centred(), 0)
+    net = Centred()
+    net, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan)
+    net(next(batches())[0])
+    if rank == 0:
+        assert judged(net.module, rank) == [
+            x if isinstance(x, str | list) else pytest.approx(x, rel=1e-12) for x in expected
+        ]
+    F.cross_entropy(net(torch.ones(4, 4, dtype=torch.float64)), torch.arange(4)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("plan", [{"data": 2}, {"data": 2, "zero": 2}])
+def test_one_rank_may_evaluate_alone_by_the_module_within(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(2, _judges_alone, plan)
+
+
 def _sent_at_once(rank: int, world: int) -> None:
     """One message a number, of the loop's alone: what the model makes within, and gradients, wait for it."""
     net = Centred()
