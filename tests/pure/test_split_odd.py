@@ -219,6 +219,13 @@ class Reads(Blocks):
         return x
 
 
+class Called(Reads):
+    """With a call of its own, as gpytorch's modules have."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
 class Counts(Blocks):
     steps = 0
 
@@ -315,6 +322,7 @@ def test_what_is_given_as_it_is_belongs_to_the_last_stage() -> None:
     ("kind", "said"),
     [
         (Reads, "the forward of 'the model'.*depends on the values of activations or parameters.*__bool__"),
+        (Called, "the forward of 'the model'.*depends on the values of activations or parameters.*__bool__"),
         (Counts, r"the model' \(Counts\), which is divided among stages, sets 'steps'"),
         (Buffers, "lerp_ in the forward of 'the model'.*writes to the buffer 'mean'"),
         (Stashes, "sets 'kept'|'blocks.2' uses a tensor of the shape .6, 8. that was made outside"),

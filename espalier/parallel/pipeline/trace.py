@@ -271,7 +271,10 @@ def _recorded(
     recorder.begin(batch)
     before = None if is_watched else Generators()
     with _calls_seen(recorder.module), recorder.worked, recorder:
-        out = called(twin.module, batch)
+        try:
+            out = called(twin.module, batch)
+        except _Hidden as error:  # of a model with a __call__ of its own, which no call of a module encloses
+            raise recorder.refused("", error) from error
     if before is not None and not before.as_now():
         raise _DrawnError
     trace = recorder.trace
@@ -397,7 +400,7 @@ class _Recorder(TorchFunctionMode):
             return out
         except (_Hidden, *_HIDDEN) as error:
             if name in self.trace.containers:
-                raise self._refused(name, error) from error
+                raise self.refused(name, error) from error
             self._forget(mark)
             self.worked.total = worked
             return self._whole(name, module, args, kwargs, error)
@@ -419,7 +422,7 @@ class _Recorder(TorchFunctionMode):
             self._drawn = None
         self._drawn = self._drawn or Generators()
 
-    def _refused(self, name: str, error: Exception) -> ValuesError:
+    def refused(self, name: str, error: Exception) -> ValuesError:
         said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
         return ValuesError(
             name,
