@@ -496,9 +496,9 @@ class Inside(TorchFunctionMode):
         self._known: dict[int, tuple[DTensor, int, torch.Tensor]] = {}
 
     def whole(self, x: Any) -> Any:
-        """A DTensor's values on every rank, plain; gathered once."""
+        """A DTensor's values on every rank, plain; gathered once. Of what holds tensors for ``vmap``, all."""
         if type(x) is not DTensor:
-            return x
+            return x.apply(self.whole) if _holds_for_vmap(x) else x
         with outside_transforms(), raw():
             known = self._known.get(id(x))
             count = version_of(x)
@@ -529,6 +529,11 @@ class Inside(TorchFunctionMode):
 
 
 _GIVING = (VJP, "linearize")  # a value and a function
+
+
+def _holds_for_vmap(x: Any) -> bool:
+    """Whether it is a container that itself gives its tensors to ``vmap``, as tensordict's do."""
+    return hasattr(type(x), "_add_batch_dim") and hasattr(type(x), "apply")
 
 
 def open_transforms() -> None:

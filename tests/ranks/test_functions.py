@@ -417,6 +417,24 @@ def add_mean_(x: torch.Tensor) -> None:
     x += x.mean()
 
 
+class Holder:
+    """As tensordict's: it gives its tensors to ``vmap`` itself, in C++."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Holder:
+        return Holder(fn(self.held))
+
+    def _add_batch_dim(self) -> None:
+        raise NotImplementedError
+
+
+def _times_held(holder: Holder, row: torch.Tensor) -> torch.Tensor:
+    assert type(holder.held) is torch.Tensor
+    return holder.held * row
+
+
 def transforms(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"axis": world})
     net = nn.Linear(3, 2).double()
@@ -474,6 +492,9 @@ def transforms(rank: int, world: int) -> None:
         torch.vmap(lambda row: y.add_(1).sum() + row)(x)
     # plain ones stay plain
     assert type(torch.vmap(torch.sin)(x)) is torch.Tensor
+    factor = distribute_tensor(w, mesh, [S(0)])
+    out = torch.vmap(_times_held, (None, 0))(Holder(factor), x)
+    torch.testing.assert_close(out.full_tensor(), x * w)
 
 
 @pytest.mark.filterwarnings(
