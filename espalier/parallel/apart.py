@@ -347,7 +347,7 @@ class _Clipping:
     def norm(self, parameters: object, order: float) -> torch.Tensor:
         return torch.zeros(())
 
-    def note(self) -> None:
+    def scaled(self) -> None:
         pass
 
 
