@@ -878,9 +878,9 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
 
 
 def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
-    found: bool | None = vars(optimizer).get(_NOTE, "")
-    if found == "":
-        found = vars(optimizer)[_NOTE] = calls_within(optimizer)
+    if _NOTE not in vars(optimizer):
+        vars(optimizer)[_NOTE] = calls_within(optimizer)
+    found: bool | None = vars(optimizer)[_NOTE]
     return found
 
 

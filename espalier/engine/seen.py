@@ -272,13 +272,13 @@ def _norm_of(grads: Sequence[torch.Tensor], order: float, mesh: Mesh) -> torch.T
 def install() -> None:
     """Let torch's clipping take the norm over all stages of a pipeline, and without a loss scale."""
     for of in ("", "named "):
-        wrap_door(f"{of}norm", _saying_its_order)
+        wrap_door(f"{of}norm", _norming)
         wrap_door(f"{of}clipping", _clipping)
     for of in ("", " of averages"):
         wrap_door(f"grouping{of}", _in_one_order)
 
 
-def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _norming(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
         held, order = clipped_now(), float(norm_type)
         norm = None if held is None else _norm_over_stages(held, order)
@@ -296,8 +296,12 @@ def _saying_its_order(total_norm: Callable[..., torch.Tensor]) -> Callable[..., 
 
 def _norm_over_stages(parameters: Sequence[torch.Tensor], order: float) -> torch.Tensor | None:
     """The norm of their gradients that torch's clipping is to take for its own: plain, on all ranks."""
-    seen: set[SeenGradients] = {p.__dict__["_seen"] for p in parameters if "_seen" in p.__dict__}
+    seen = _who_shows(parameters)
     return next(iter(seen)).norm(parameters, order) if len(seen) == 1 and order > 0 else None
+
+
+def _who_shows(parameters: Iterable[torch.Tensor]) -> set[SeenGradients]:
+    return {p.__dict__["_seen"] for p in parameters if "_seen" in p.__dict__}
 
 
 def _in_one_order(grouped: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,7 +345,7 @@ def _clipping(clip: Callable[..., None]) -> Callable[..., None]:
         else:
             with raw():  # however gradients lie, each rank scales what it has
                 clip([_Holder(plain(grad)) for grad in own], max_norm, known, *args, **kwargs)
-        for of in {p.__dict__["_seen"] for p in held if "_seen" in p.__dict__}:
+        for of in _who_shows(held):
             of.scaled()
 
     return clip_grads_with_norm_

@@ -45,7 +45,7 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.record import TorchState, observed
+from espalier.parallel.pipeline.record import TorchState, hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
@@ -78,6 +78,7 @@ class Staged(Passes):
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._runs, self._has_told_of_hooks = 0, False
+        self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
         self._copies = _Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
@@ -310,9 +311,13 @@ class Staged(Passes):
 
     def _tell_of_hooks(self) -> None:
         """Warn once of what a program's hooks collect in stages of other ranks."""
-        here = {m for i in self.stages.local for m in self.stages.split.stages[i].inner}
-        others = {m for of in self.stages.split.stages for m in of.inner} - here
-        if not (modules := observed(others)):
+        if self._hooks_elsewhere is None:
+            here = {m for i in self.stages.local for m in self.stages.split.stages[i].inner}
+            others = {m for of in self.stages.split.stages for m in of.inner} - here
+            self._hooks_elsewhere = {m: hooks_of(m) for m in others}
+        if not any(map(any, self._hooks_elsewhere.values())):  # each pass looks
+            return
+        if not (modules := observed(self._hooks_elsewhere)):
             return
         self._has_told_of_hooks = True
         names = {m: name for name, m in self.call.module.named_modules()}

@@ -66,7 +66,7 @@ def _is_apart(device: torch.device, optimizer: torch.optim.Optimizer) -> bool:
         return not isinstance(optimizer, torch.optim.LBFGS)
     if holds_others(optimizer):
         return False
-    ends = tried(optimizer, device, [(_whole, 0), (_one_by_one, 0)])
+    ends = tried(optimizer, device, [(_whole, 1.0), (_one_by_one, 1.0)])
     return ends is not None and ends[0].is_as(ends[1]) and not _reaches_others(optimizer, device, _whole)
 
 
@@ -79,7 +79,7 @@ def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
     if is_torchs(optimizer):
         return False
     cpu, (one, two) = torch.device("cpu"), map(_clipping_alike, (_whole, _on_two_ranks))
-    ends = tried(optimizer, cpu, [(one, 0), (two, 0)])
+    ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
     if ends is None and calls_within(optimizer):
         return False  # its step is no part of the engine's
     if ends is None:
@@ -101,7 +101,7 @@ def _reaches_others(optimizer: torch.optim.Optimizer, device: torch.device, way:
     matrices of one shape are multiplied together. So a little is seen, too.
     """
     for scales in (_SCALES, _STEADY):
-        ends = tried(optimizer, device, [(way, 0), (way, 0)], scales=scales, of_others=(1.0, -3.0))
+        ends = tried(optimizer, device, [(way, 1.0), (way, -3.0)], scales=scales)
         if ends is not None and not ends[0].is_as(ends[1], options=False, every=2, rounding=0.0):
             return True
     return False
@@ -132,7 +132,7 @@ def calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
 
         return step
 
-    ends = tried(optimizer, torch.device("cpu"), [(watched, 0)])
+    ends = tried(optimizer, torch.device("cpu"), [(watched, 1.0)])
     return None if ends is None else any(found)
 
 
@@ -181,18 +181,17 @@ def _is_near(a: Any, b: Any) -> bool:
 def tried(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    ways: Sequence[tuple[Way, int]],
+    ways: Sequence[tuple[Way, float]],
     size: Callable[[int], Sequence[int]] = lambda ndim: (3,) * ndim,
     scales: Sequence[float] = _SCALES,
-    of_others: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> list[_End] | None:
-    """What some steps on small tensors come to, each way with a seed; None if it cannot be tried.
+    """What some steps on small tensors come to, made in several ways; None if it cannot be tried.
 
     Args:
+        ways: each with a factor of the gradients of every second parameter, which a negative one turns
+            around in every second step.
         size: of a tensor of so many dims.
         scales: of the gradients of each step.
-        of_others: for each way a factor of those of every second parameter, which a negative one turns
-            around in every second step.
     """
     held = leaves(list(_own(optimizer).values()))
     if not holds_others(optimizer) and any(isinstance(x, torch.Tensor) and x.ndim for x in held):
@@ -201,10 +200,7 @@ def tried(
     try:
         with warnings.catch_warnings(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
-            return [
-                _end(optimizer, device, way, seed, size, scales, factor)
-                for (way, seed), factor in zip(ways, of_others, strict=False)
-            ]
+            return [_end(optimizer, device, way, size, scales, of_others) for way, of_others in ways]
     except Exception:  # it wants other tensors, or a closure
         return None
     finally:
@@ -215,13 +211,12 @@ def _end(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     way: Way,
-    seed: int,
     size: Callable[[int], Sequence[int]],
     scales: Sequence[float],
     of_others: float,
 ) -> _End:
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
 
     def drawn(ndim: int) -> torch.Tensor:
         return torch.randn(tuple(size(ndim)), generator=generator).to(device)
@@ -273,7 +268,7 @@ def _one_by_one(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) ->
 
 def _on_two_ranks(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
     if holds_others(optimizer):
-        ranks = [_again(optimizer, params, params[i::2]) for i in range(2)]
+        ranks = [_copied(optimizer, {id(p): p for p in params}, params[i::2]) for i in range(2)]
     else:
         ranks = [shadow_of(optimizer, params[i::2]) for i in range(2)]
         for rank in ranks:
@@ -306,12 +301,6 @@ def _with_others(
         for ndim in sorted({p.ndim for p in group["params"]}):
             kept += [like[id(p)] for p in group["params"] if p.ndim == ndim][:2]
     return _copied(optimizer, dict(like), kept), kept
-
-
-def _again(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
-) -> torch.optim.Optimizer:
-    return _copied(optimizer, {id(p): p for p in params}, kept)
 
 
 def _copied(

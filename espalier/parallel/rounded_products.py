@@ -80,7 +80,7 @@ def _multiplies(optimizer: torch.optim.Optimizer) -> bool:
 
         return step
 
-    tried(optimizer, torch.device("cpu"), [(watched, 0)], _size)
+    tried(optimizer, torch.device("cpu"), [(watched, 1.0)], _size)
     return seen.found
 
 

@@ -204,30 +204,6 @@ TRIED = (Faint, Growing, Drawing)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
 
 
-def asked(kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any] | None) -> torch.Tensor:
-    """Trained by ``optimizer.step(closure)``."""
-    model: Any = net()
-    optimizer: Any = kind(model.parameters())
-    if plan is not None:
-        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
-    seen: list[Any] = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        if kind is Aside:
-            closure()
-        seen.append(optimizer.step(closure).item())
-    seen += model.state_dict().values()
-    return torch.cat([torch.as_tensor(x).detach().flatten().double() for x in seen])
-
-
 def by_closures(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
     plans: list[dict[str, Any]] = [
@@ -239,14 +215,14 @@ def by_closures(rank: int, world: int) -> None:
     ]
     try:
         for kind in (Aside, Asking):
-            expected = asked(kind, None)
+            expected = trained(kind, None, by_closure=True)
             for plan in plans:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # a norm of all stages
-                    apart = (asked(kind, plan) - expected).abs().max().item()
+                    apart = (trained(kind, plan, by_closure=True) - expected).abs().max().item()
                 assert apart < TOLERANCE, f"{kind} under {plan}: {apart}"
         with pytest.raises(ValueError, match="asks for the loss as often as it likes"):
-            asked(Aside, {"data": 2, "clip": 0.1})
+            trained(Aside, {"data": 2, "clip": 0.1}, by_closure=True)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -256,7 +232,10 @@ def net() -> nn.Module:
     return layers()
 
 
-def trained(kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any] | None) -> torch.Tensor:
+def trained(
+    kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any] | None, by_closure: bool = False
+) -> torch.Tensor:
+    """By ``optimizer.step()``, or by ``optimizer.step(closure)``."""
     model: Any = net()
     optimizer: Any = kind(model.parameters())
     if plan is not None:
@@ -265,11 +244,16 @@ def trained(kind: Callable[[Params], torch.optim.Optimizer], plan: dict[str, Any
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 4, (8,), generator=generator)
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        loss = closure() if not by_closure or kind is Aside else None
+        stepped = optimizer.step(closure) if by_closure else optimizer.step()
+        seen.append((stepped if by_closure else loss).item())
     seen += model.state_dict().values()
     return torch.cat([torch.as_tensor(x).detach().flatten().double() for x in seen])
 

@@ -612,7 +612,7 @@ class ModelStandIns:
 
     def hooked(self, module: nn.Module) -> bool:
         """Whether a module has hooks, but for this library's and transformers' own."""
-        hooks = [hook for name in HOOKS for hook in vars(module).get(name, {}).values()]
+        hooks = [hook for of in hooks_of(module) for hook in of.values()]
         return any(not made_in(hook, "espalier", "transformers") for hook in hooks)
 
     @contextmanager
@@ -775,6 +775,11 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
+def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    """What is called before and after a module's forward and backward: torch's own tables."""
+    return [vars(module).get(name, {}) for name in HOOKS]
+
+
 def observed(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of modules that have hooks which a program has put there, and no library, nor themselves."""
 
@@ -782,7 +787,7 @@ def observed(modules: Iterable[nn.Module]) -> list[nn.Module]:
         is_own = isinstance(getattr(hook, "__self__", None), nn.Module)
         return not is_own and not made_in(hook, "espalier", "torch", "transformers")
 
-    return [m for m in modules if any(map(is_of_program, (h for of in HOOKS for h in vars(m)[of].values())))]
+    return [m for m in modules if any(is_of_program(h) for of in hooks_of(m) for h in of.values())]
 
 
 def newly_hooked(model: nn.Module, before: Mapping[str, list[int]]) -> list[str]:
