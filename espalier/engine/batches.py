@@ -234,18 +234,22 @@ class Batches:
         assert isinstance(dim, int)
         each, odd = divmod(layout.shape[dim], max(size, 1))  # a batch's rows may have become several each
         has_rows = size > 0 and each > 0 and not odd and (each == 1 or is_cut)
+        views = _batches_in(layout.shape[dim], size, mesh.put_together) if has_rows and each > 1 else 1
+        if views > 1:  # this rank has its rows of each
+            each //= views
+            x, dim = x.unflatten(dim, (views, size * each)), dim + 1
         if has_rows and is_even and (each == 1 or size % among == 0):
             axes = tuple(dim if a in self.axes else "R" for a in range(mesh.ndim))
             cuts = tuple(self.axes if d == dim else () for d in range(x.ndim))
-            lies = Layout.of(mesh, axes, cuts, layout.shape)
-            own = redistribute(x, lies)
+            lies = Layout.of(mesh, axes, cuts, tuple(x.shape))
             grads: list[Placement] = [Shard(dim) if a in self.axes else Replicate() for a in range(mesh.ndim)]
-            return own.to_local(grad_placements=grads), 1 / among
-        everywhere = redistribute(x, Layout.replicated(mesh, layout.shape))
-        whole = everywhere.to_local(grad_placements=self._gradients(Partial()))
-        if has_rows:
-            whole = whole.narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
-        return whole, 1 / among
+            own = redistribute(x, lies).to_local(grad_placements=grads)
+        else:
+            everywhere = redistribute(x, Layout.replicated(mesh, tuple(x.shape)))
+            own = everywhere.to_local(grad_placements=self._gradients(Partial()))
+            if has_rows:
+                own = own.narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
+        return own.flatten(dim - 1, dim) if views > 1 else own, 1 / among
 
     def _gradients(self, along: Placement) -> list[Placement]:
         """Placements that are ``along`` the batch axes, if these have several ranks."""
@@ -374,6 +378,14 @@ def _sequence(x: torch.Tensor, lengths: frozenset[int]) -> int | None:
     if x.ndim in (2, 3) and x.shape[1] > 1:
         return 1
     return 2 if x.ndim == 4 and x.shape[2] == x.shape[3] and x.shape[2] in lengths else None
+
+
+def _batches_in(length: int, size: int, put_together: Mapping[int, tuple[int, ...]]) -> int:
+    """How many batches of a size, with as many rows for each of its own, lie one after the other."""
+    parts = put_together.get(length, ()) if length > size else ()
+    within = [_batches_in(part, size, put_together) for part in parts]
+    each = {divmod(part, size * n) for part, n in zip(parts, within, strict=True)}
+    return sum(within) if [odd for _, odd in each] == [0] else 1
 
 
 def _rows_of(rows: Any) -> int:

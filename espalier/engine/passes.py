@@ -499,6 +499,7 @@ class Direct(Passes):
         if own:
             self.first_batches.note(inputs, own=True)
             inputs, held = call.batches.own(inputs)
+            self.mesh.put_together.clear()
         batch = call.alone(inputs)
         if trains:
             self._begins(batch)

@@ -59,6 +59,8 @@ class Mesh:
         asked: what tells values on parts of it to the other ranks (see ``espalier.tensor.asked``); None where
             there are none.
         rows: the axes whose ranks share the rows of a batch, by all engines on it.
+        put_together: how long are the parts of what a pass has put together along such rows (of an image's
+            views, say), by how long that is.
         sums_at_once: whether it is a program's loop that computes with what a model gave (see
             ``espalier.tensor.told``).
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
@@ -121,6 +123,7 @@ class Mesh:
         self.going: list[Any] = []
         self.asked: Any = None
         self.rows: frozenset[int] = frozenset()
+        self.put_together: dict[int, tuple[int, ...]] = {}
         self.sums_at_once = False
         self.is_alike = False
         self.under_way: dict[int, Any] = {}

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import espalier
 from espalier import full_tensor
+from espalier.comm.control import gather_objects
 
 TOLERANCE = 1e-10
 
@@ -153,9 +154,48 @@ def on_two(rank: int, world: int) -> None:
     of_own(rank, world, {"data": 2, "zero": 2}, [1, 4], 2)
     of_own(rank, world, {"data": 2, "zero": 3}, [3, 3], 2)
     of_own(rank, world, {"tensor": 2}, [5], 1)
+    views(rank, world, [2, 2])
+    views(rank, world, [1, 3])
     scaled(rank, world)
     staged(rank, world)
     prepared(rank, world)
+
+
+class Views(nn.Module):
+    """Puts views together along the rows, before its layers and behind them, and takes some apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        several = self.layer(torch.cat([x, y, x + y]))
+        first = several.chunk(3)[0]
+        tokens = torch.stack([first] * 5, 1)  # five of each row
+        by_view = torch.stack([first, first * 2])
+        return (
+            torch.cat((several, self.layer(x))),
+            tokens.flatten(0, 1),
+            torch.cat((tokens.reshape(-1, 3), tokens.reshape(-1, 3) + 1)),
+            by_view.tanh().reshape(-1, 3),
+        )
+
+
+def views(rank: int, world: int, held: list[int]) -> None:
+    """This rank's rows of each view, one view after the other, as a model of its rows alone gives them."""
+    torch.manual_seed(0)
+    ours, plain = Views().double(), Views().double()
+    ours.load_state_dict(plain.state_dict())
+    made = espalier.EngineModule(espalier.initialize(ours, None, {"data": world}), "own")
+    x, y = (part[sum(held[:rank]) : sum(held[: rank + 1])] for part in rows(1, 2 * sum(held))[0].chunk(2))
+    weights = torch.arange(1.0, 3 * len(x) * 10 + 1, dtype=torch.float64).view(-1, 3)
+    for outputs in (made(x, y), plain(x, y)):
+        sum((out.sin() * weights[: len(out)]).sum() for out in outputs).backward()
+    for ours_out, plain_out in zip(made(x, y), plain(x, y), strict=True):
+        assert ours_out.shape == plain_out.shape and (ours_out - plain_out).abs().max() < TOLERANCE
+    grads = gather_objects(plain.layer.weight.grad, made.engine.mesh)
+    mean = torch.stack(grads).mean(0)
+    assert (full_tensor(ours.layer.weight.grad) - mean).abs().max() < TOLERANCE
 
 
 def scaled(rank: int, world: int) -> None:

@@ -200,6 +200,8 @@ def cat(tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
             tuple((start + a, start + b) for start, ((a, b),) in zip(starts, own, strict=False))
             for own in zip(*(spans_of(lay, at) for lay in lays), strict=True)
         ]
+        if not out.mesh.rows.isdisjoint(out.cuts[at]):
+            out.mesh.put_together.setdefault(out.shape[at], tuple(lay.shape[at] for lay in lays))
         return exchange(joined, out.mesh, out.cuts[at], at, have, spans_of(out, at))
 
     apart = any(x.layout.cuts[at] for x in real)

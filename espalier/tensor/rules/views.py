@@ -141,6 +141,11 @@ def _merged(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) ->
     x: torch.Tensor = args[0].reshape(shape)
     for left, j in merged:
         have = [_stretches(src, left, where) for where in _places(out.mesh, out.cuts[j])]
+        if not out.mesh.rows.isdisjoint(out.cuts[j]):
+            inner = next((i for i in left if src.cuts[i]), left[0])
+            before = math.prod(src.shape[left[0] : inner])
+            if before > 1:
+                out.mesh.put_together.setdefault(out.shape[j], (out.shape[j] // before,) * before)
         x = exchange(x, out.mesh, out.cuts[j], j, have, spans_of(out, j)) if out.cuts[j] else x
     return x
 
