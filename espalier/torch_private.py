@@ -650,6 +650,8 @@ def clipped_now() -> list[torch.Tensor] | None:
     return held if isinstance(held, list) else None
 
 
+# asks for the gradients that GradScaler looks through
+unscales: Any = getattr(getattr(torch.amp.GradScaler, "_unscale_grads_", None), "__code__", None)
 determinism_checks: dict[str, Any] = getattr(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns", {})
 noop_save_inputs: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of torch before 2.13
 next_node_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)

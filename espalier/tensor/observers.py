@@ -28,7 +28,14 @@ from torch import nn
 from espalier.comm import Collective, observed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.torch_private import LEAF_NUMBER, current_node, module_call, next_node_number, node_number
+from espalier.torch_private import (
+    LEAF_NUMBER,
+    current_node,
+    module_call,
+    next_node_number,
+    node_number,
+    unscales,
+)
 
 Go = Callable[[], Any]
 
@@ -206,11 +213,12 @@ def who_asks_for_gradients() -> Literal["program", "zero_grad", "torch", "us"]:
     """Who asks for ``p.grad``, whose getter calls what calls this, or sets it.
 
     What else of torch asks than ``zero_grad``, an optimizer or clipping, is to find what this rank updates.
+    ``GradScaler`` is to find what a program does: on all ranks as many, as an overflow counts everywhere.
     """
     code = sys._getframe(3).f_code
     if code.co_name == "zero_grad":
         return "zero_grad"
-    if not _inside(code.co_filename):
+    if code is unscales or not _inside(code.co_filename):
         return "program"
     return "us" if code.co_filename.startswith(_OURS) else "torch"
 

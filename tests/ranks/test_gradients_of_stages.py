@@ -137,6 +137,18 @@ def not_finite(net: nn.Module) -> Any:
     return torch.zeros(()) if torch.isfinite(set_anew(net)) else torch.ones(())
 
 
+def overflown(net: nn.Module) -> Any:
+    """GradScaler's check, where a gradient of one stage alone is not finite."""
+    grads, found = those_of(net), []
+    for grad in (grads[0], grads[-1]):
+        overflow = torch.zeros(())
+        grad.fill_(math.inf)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, torch.tensor(0.5))
+        grad.zero_()
+        found.append(overflow)
+    return torch.stack(found)
+
+
 def noisy(net: nn.Module) -> Any:
     """The draws of DTensors, which are the same wherever these lie."""
     torch.manual_seed(7)
@@ -185,6 +197,7 @@ CHANGES: tuple[Callable[[nn.Module], Any], ...] = (
     set_anew,
     without_names,
     by_numbers_of_each,
+    overflown,
     noisy,
     not_finite,
 )
@@ -329,15 +342,44 @@ def in_low_precision(rank: int, world: int) -> None:
         assert abs(total - norm) < 0.01 * norm, precision
 
 
+def by_scaler(rank: int, world: int) -> None:
+    """GradScaler, with an optimizer of one stage alone: what overflows in one is skipped in all."""
+    torch.manual_seed(0)
+    net = Net(False).double()
+    plain, loss_fn, found = copy.deepcopy(net), nn.functional.cross_entropy, []
+    for of in (net, plain):
+        now: list[int] = []
+        weight = of.head.weight
+        weight.register_hook(lambda grad, now=now: grad * (math.inf if now[-1] == 1 else 1.0))
+        rest = [p for p in of.parameters() if p is not weight]
+        optimizers = [torch.optim.SGD(held, lr=0.1) for held in (rest, [weight])]
+        model = espalier.prepare(of, *optimizers, plan={"pipe": 2})[0] if of is net else of
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for step in range(4):
+            now.append(step)
+            inputs, labels = batch(step)
+            scaler.scale(loss_fn(model(*inputs), labels)).backward()
+            scaler.unscale_(optimizers[step % 2])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            found.append(scaler.get_scale())
+    assert found[:4] == found[4:]
+    for name, p in net.named_parameters():
+        same(name, p, plain.get_parameter(name))
+
+
 def on_two(rank: int, world: int) -> None:
     trained({"pipe": 2}, False, True)
     trained({"pipe": 2, "accumulate": 2}, True, False)
     in_an_optimizer(rank, world)
     asked_by_some(rank, world)
+    by_scaler(rank, world)
 
 
 def on_four(rank: int, world: int) -> None:
-    some = by_sum, in_lists, by_numbers_of_each, one_by_one, without_names
+    some = by_sum, in_lists, overflown, by_numbers_of_each, one_by_one, without_names
     trained({"pipe": 2, "data": 2, "zero": 2}, False, True, some)
     trained({"pipe": 2, "data": 2, "zero": 3, "accumulate": 2}, True, False, some)
     trained({"pipe": 2, "tensor": 2}, True, True, some)

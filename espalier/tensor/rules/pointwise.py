@@ -464,13 +464,14 @@ def foreach_norm(
 def unscale(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """GradScaler's check: an overflow anywhere is an overflow everywhere."""
+    """GradScaler's check: an overflow anywhere, in another stage too, is an overflow everywhere."""
     grads, overflow, scale = args
     with raw():
-        func(grads, overflow, scale)
+        if here := [x for x in grads if not x.is_meta]:
+            func(here, overflow, scale)
         for x in grads:
             if type(x) is DTensor:
-                mesh = x._layout.mesh
+                mesh = x._layout.mesh.outermost
                 for axis in range(mesh.ndim):
                     overflow.copy_(collectives.all_reduce(overflow, mesh, axis, "max"))
                 break
