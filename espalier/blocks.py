@@ -147,6 +147,17 @@ def around(module: nn.Module, call: Call) -> Callable[[], None]:
         else:
             module.forward = before
 
+    forward._in_place_of = before  # type: ignore[attr-defined]
     # a method, so that a copy of the module gets one of its own
     module.forward = MethodType(forward, module)
     return undo
+
+
+def as_it_was(module: nn.Module) -> None:
+    """Take all calls away that :func:`around` has put around a module's own ``forward``; of a copy, too."""
+    while hasattr(of_instance := vars(module).get("forward"), "_in_place_of"):
+        before = of_instance._in_place_of
+        del module.forward
+        if before is not None:
+            is_method = isinstance(before, MethodType)
+            module.forward = MethodType(before.__func__, module) if is_method else before

@@ -545,6 +545,11 @@ class Loader:
         collate_fn: Callable[[list[Any]], Any] | None,
         options: dict[str, Any],
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            raise ValueError(
+                "engine.loader takes a dataset, got a DataLoader: engine.loader(loader.dataset, batch_size), "
+                "or espalier.prepare(model, optimizer, loader), which takes DataLoaders."
+            )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"engine.loader needs a dataset of known length whose rows have numbers, got "

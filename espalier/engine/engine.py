@@ -43,6 +43,7 @@ from espalier.engine.checkpointing import (
 )
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
+from espalier.engine.full_model import full_copy
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -867,6 +868,16 @@ class Engine(Surface):
         self.wait_staged()
         with nullcontext() if self._data is None else self._data.precise():
             return state_of(self.module, self.passes.everywhere)
+
+    def full_model(self) -> nn.Module:
+        """A copy of the model as on one process, plain and whole, on every rank (a collective).
+
+        Parameters that have float32 masters are these; nothing of the plan is around its modules. It is what
+        ``torch.jit.trace``, ``torch.export`` and ``torch.onnx`` are given in the model's place.
+        """
+        self.wait_staged()
+        with nullcontext() if self._data is None else self._data.precise():
+            return full_copy(self.module, self.passes.everywhere)
 
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The plain whole value of one parameter on every rank, of its float32 master if it has one (a

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -120,6 +120,10 @@ class EngineModule(nn.Module):
         gradients).
         """
         return self.engine.passes.copied(memo)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in its place."""
+        return self.engine.full_model()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """``model.compile()``, as modules have it: this one runs as it is written, which is told."""
@@ -292,12 +296,9 @@ class PreparedModule(EngineModule):
         """Another of the same engine: a copy that shares all that the model has."""
         return type(self)(self.engine, self._rows)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(self.module).__name__} is laid out over ranks by an engine, and cannot be pickled. On "
-            "all ranks, torch.save(model.state_dict(), path) writes its whole tensors, engine.save(path) "
-            "what a run goes on from."
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file has the model as on one process: see :meth:`espalier.Engine.full_model`."""
+        return self.engine.full_model().__reduce_ex__(protocol)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """The same, which tells of casts: the model computes in another dtype than the program expects."""

@@ -182,6 +182,7 @@ def in_backward() -> bool:
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = os.path.join(_OURS, "models") + os.sep  # plain models, as a user's own
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_WRITERS = os.path.join(_TORCH, "utils", "tensorboard") + os.sep  # ask for values as programs do
 _MODULE_CALL: CodeType = module_call.__code__
 
 
@@ -356,7 +357,7 @@ _BELOW = (
 
 @cache
 def _inside(path: str) -> bool:
-    return path.startswith((_OURS, _TORCH, *_AROUND)) and not path.startswith(_MODELS)
+    return path.startswith((_OURS, _TORCH, *_AROUND)) and not path.startswith((_MODELS, _WRITERS))
 
 
 # ---- what the modules of a model send: forward, and in the backward pass of what they computed

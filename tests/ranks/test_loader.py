@@ -105,6 +105,8 @@ def other_ways(rank: int, world: int, folder: str) -> None:
     assert [espalier.full_tensor(b[0]).tolist() for b in again] == got
     with pytest.raises(ValueError, match="known length"):
         engine.loader(Stream(), 4)
+    with pytest.raises(ValueError, match=r"engine.loader\(loader.dataset, batch_size\)"):
+        engine.loader(DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="leave out sampler"):
         engine.loader(dataset, 4, sampler=range(3))
     engine.train_step({"x": dataset.rows[:4], "number": torch.arange(4)})

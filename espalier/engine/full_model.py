@@ -1,0 +1,69 @@
+"""The model as on one process: plain and whole, without what a plan has put around it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from espalier.blocks import as_it_was
+from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.dtensor import set_by_program
+from espalier.torch_private import COMPILED_CALL, HOOK_OPTIONS, HOOKS, TABLES
+from espalier.trees import tensors_in
+
+
+def full_copy(
+    module: nn.Module,
+    everywhere: Callable[[str, torch.Tensor], torch.Tensor],
+    inner: Mapping[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """A copy of a module with plain whole parameters and buffers.
+
+    Args:
+        everywhere: gives the whole value, on every rank, of a parameter or buffer with that name.
+        inner: modules in it that are copied already.
+    """
+    memo: dict[int, Any] = {id(m): full for m, full in (inner or {}).items()}
+    if not memo:
+        _note_whole(module, everywhere, memo)
+    full = copy.deepcopy(module, memo)
+    for m in full.modules():
+        as_it_was(m)
+        _leave_out_our_hooks(m)
+        vars(m).pop(COMPILED_CALL, None)
+    return full
+
+
+@torch.no_grad()
+def _note_whole(
+    module: nn.Module, everywhere: Callable[[str, torch.Tensor], torch.Tensor], memo: dict[int, Any]
+) -> None:
+    """Have a copy find a module's tensors plain and whole, those too that a forward has set."""
+    for name, x in (*nn.Module.named_parameters(module), *nn.Module.named_buffers(module)):
+        whole = everywhere(name, x.detach()).clone()
+        held = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
+        vars(held).update(copy.deepcopy(set_by_program(x)))
+        memo[id(x)] = held
+    for x in tensors_in([*map(_own, module.modules())]):
+        lies_here = type(x) is not DTensor or x._layout.mesh.is_member
+        if id(x) not in memo and lies_here and (type(x) is DTensor or x.requires_grad):
+            memo[id(x)] = full_tensor(x.detach()).clone()
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """A module's attributes, but for what is registered."""
+    return [x for name, x in vars(module).items() if name not in TABLES]
+
+
+def _leave_out_our_hooks(module: nn.Module) -> None:
+    for name in HOOKS:
+        for key, hook in [*vars(module)[name].items()]:
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            if (getattr(function, "__module__", None) or "").startswith("espalier."):
+                for table in (name, *HOOK_OPTIONS):
+                    vars(module)[table].pop(key, None)
