@@ -155,8 +155,8 @@ def around(module: nn.Module, call: Call) -> Callable[[], None]:
 
 def as_it_was(module: nn.Module) -> None:
     """Take all calls away that :func:`around` has put around a module's own ``forward``; of a copy, too."""
-    while hasattr(of_instance := vars(module).get("forward"), "_in_place_of"):
-        before = of_instance._in_place_of
+    while hasattr(put := vars(module).get("forward", module), "_in_place_of"):
+        before: Any = put._in_place_of
         del module.forward
         if before is not None:
             is_method = isinstance(before, MethodType)
