@@ -270,6 +270,9 @@ class MicroBatches:
             one = torch.full_like(bare, scale)
             return one if weight is None else one * weight.to(one)
 
+    def hold_backward(self, stage: int) -> None:
+        self._part(stage).hold()
+
     def begin_backward(self, stage: int, last: bool) -> None:
         self._part(stage).begin(last)
 

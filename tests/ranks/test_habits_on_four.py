@@ -146,6 +146,34 @@ def rows_in_their_order(lay: Lay) -> list[Any]:
     return seen
 
 
+class Steps(nn.Module):
+    """Goes over its input step by step: each weight is used several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(2, 5), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(len(x), 5)
+        for step in range(3):
+            h = self.cell(x[:, 2 * step : 2 * step + 2], h)
+        return self.head(h)
+
+
+def weights_used_again(lay: Lay) -> list[Any]:
+    """Where a schedule puts weights' gradients off, such ones cannot wait."""
+    model = nn.Sequential(nn.Linear(6, 6), Steps())
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    seen: list[Any] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return [*seen, *model.state_dict().values()]
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
@@ -160,9 +188,18 @@ PROGRAMS = (
 )
 
 
+STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
+    weights_used_again: [
+        {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)
+    ],
+}
+
+
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         compare(program, [(plan, {}) for plan in PLANS], TOLERANCE)
+    for program, plans in STAGED.items():
+        compare(program, [(plan, {}) for plan in plans], TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:A global batch of . rows leaves")

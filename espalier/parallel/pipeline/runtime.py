@@ -94,6 +94,9 @@ class StageWork(Protocol):
     def weight(self, micro_batch: int) -> torch.Tensor:
         """The gradient with which the backward pass of a loss begins, plain."""
 
+    def hold_backward(self, stage: int) -> None:
+        """Before a backward pass for a stage's inputs: weights that cannot wait get gradients in it."""
+
     def begin_backward(self, stage: int, last: bool) -> None:
         """Before weights get gradients; ``last``: for the last time in this step."""
 
@@ -390,6 +393,7 @@ class Runtime:
                     grads, live.edges = [*compress(grads, there)], [*compress(live.edges, there)]
         leaves = live.leaves
         if parted:
+            self._work.hold_backward(stage)
             live.later = backward_for_inputs(live.edges, grads, leaves, self._mesh.is_dry)
         else:
             self._begin(action)
