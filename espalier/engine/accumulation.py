@@ -69,7 +69,9 @@ class Accumulation:
 
     def __init__(self, size: int, count: Count | None, mesh: Mesh, axes: tuple[int, ...]) -> None:
         self.size, self._count, self._mesh = size, count, mesh
-        self._watcher = Counting(axes)
+        # along axes of a grid, and of experts, weights are cut, too
+        data = tuple(a for a in axes if mesh.names[a] in ("data", "replicate"))
+        self._watcher = Counting(axes, data)
         self._pending: list[Number] = []
         self.reset()
 
@@ -370,6 +372,8 @@ _ALONG = frozenset(
     "sum mean prod amax amin max min argmax argmin any all std var norm vector_norm logsumexp median cumsum "
     "cumprod softmax log_softmax sort topk normalize".split()
 )  # along dims
+# of the second matrix, where what a product has as columns comes from
+_COLUMNS = {"matmul": 1, "__matmul__": 1, "mm": 1, "linear": 0, "inner": 0, "cdist": 0}
 _FRESH = frozenset(
     "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like "
     "backward register_hook retain_grad size dim".split()
@@ -381,6 +385,7 @@ class Counting(Watcher):
 
     Args:
         axes: of the mesh, those that share the batch's rows.
+        data: those of them that cut nothing else.
 
     Attributes:
         rows: of a micro-batch.
@@ -389,8 +394,8 @@ class Counting(Watcher):
 
     inside = traffic = False
 
-    def __init__(self, axes: tuple[int, ...]) -> None:
-        self._axes, self.rows = axes, 0
+    def __init__(self, axes: tuple[int, ...], data: tuple[int, ...]) -> None:
+        self._axes, self._data, self.rows = axes, data, 0
         self.of_all: list[torch.Tensor] = []
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
@@ -405,13 +410,19 @@ class Counting(Watcher):
             out = _of_classes(func, args, kwargs, go)
         else:
             out = go()
+        if mixed is None and len(dtensors) > 1 and self._meet(func, dtensors):
+            mixed = Mixture(func.__name__)
         if mixed is None and func in _PARTS and self._has_fewer_rows(args, out):
             mixed = Mixture(func.__name__)
             for x in _tensors((out,)):
                 x.__dict__["_mark"] = mixed
             return out
         unmarked = not marked and type(out) is DTensor and "_mark" not in out.__dict__
-        if unmarked and (self._cut(out._layout) or not any(self._cut(x._layout) for x in dtensors)):
+        if (
+            mixed is None
+            and unmarked
+            and (self._cut(out._layout) or not any(self._cut(x._layout) for x in dtensors))
+        ):
             return out  # rows stay rows, or there are none: so for most calls
         for x in (out,) if type(out) is DTensor else tuple(_tensors((out,))):
             inner = mark_of(x)
@@ -444,6 +455,14 @@ class Counting(Watcher):
             return False
         dims = {cut for a in self._axes if type(cut := x._layout.axes[a]) is int}
         return any(first.shape[d] < min(self.rows, x.shape[d]) for d in dims)
+
+    def _meet(self, func: Any, dtensors: list[DTensor]) -> bool:
+        """Whether rows meet rows in a product of matrices, as in a contrastive loss."""
+        place = _COLUMNS.get(func.__name__)
+        if place is None or any(x.ndim != 2 for x in dtensors[:2]):
+            return False
+        first, second = ([x._layout.axes[a] for a in self._data] for x in dtensors[:2])
+        return place in second and any(type(cut) is int for cut in first)
 
     def _cut(self, layout: Layout) -> bool:
         return any(type(layout.axes[a]) is int for a in self._axes)

@@ -163,7 +163,8 @@ class _Walk:
     def _of_call(self, of: Any) -> _Way:
         name, first, others, options = _read(of._step)
         met, found = self.met(of), self._found(of)
-        ways = {self.see(x) for x in met}
+        seen = [(x, self.see(x)) for x in met]
+        ways = {way for x, way in seen if way is not None or name not in _PAIRING or not _is_number(x)}
         ndim = next((x._shapes().ndim for x in met if isinstance(x._shapes(), torch.Tensor)), 0)
         if _MOVED in ways and any(isinstance(way, int) for way in ways):
             self.by_place = f"{name} of rows and rows"
@@ -243,6 +244,12 @@ def _is_whole(of: Any) -> bool:
             return False
         of = args[0]
     return True
+
+
+def _is_number(of: Any) -> bool:
+    """Whether it is one number, with which rows meet no others."""
+    shapes = of._shapes()
+    return isinstance(shapes, torch.Tensor) and not shapes.ndim
 
 
 def _along_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:

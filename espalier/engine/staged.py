@@ -76,6 +76,7 @@ class Staged(Passes):
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
+        self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
@@ -53,6 +52,7 @@ class StagedPasses(Protocol):
     updates: int
     keeps_outputs: bool | None
     output_shapes: dict[Hashable, Any]
+    row_dims: dict[Hashable, list[int | None]]
     first_batches: GivenBatches
     evaluation: Accumulation
     memory: Memory
@@ -193,7 +193,7 @@ class ModelRun:
             if outputs and isinstance(outputs[0], Exception):
                 raise outputs[0]
             if len(outputs) == len(self._own):
-                return _joined(outputs, self._own)
+                return self._joined(outputs, self._own, is_kept=True)
         if passes.updates != self._updates:
             raise ValueError(
                 "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
@@ -215,12 +215,51 @@ class ModelRun:
             outputs = [passes.output(part) for part in parts]
             if self._state.grad and self._drawn_from is None:
                 self._begins, self._ends = begins, states(device)
-        if len(parts) == 1 or all(x.ndim for x in leaves(outputs[0], torch.Tensor)):
-            return _joined(outputs, own)
-        with self._untouched(), self._as_called():  # a loss, say, is to be of all rows
-            batches = passes.call.batches
-            whole = passes.output(batches.own(inputs)[0] if self.is_own else inputs)
-        return _joined(outputs, own, leaves(whole, torch.Tensor))
+        return self._joined(outputs, own, inputs)
+
+    def _joined(
+        self, outputs: list[Any], own: list[Own | None], inputs: Any = None, is_kept: bool = False
+    ) -> Any:
+        """One output, of those of micro-batches; of each the rows that are this rank's.
+
+        Which dim of a tensor has the rows, and whether any has, an output of all rows shows, once.
+        """
+        rows_of = self._passes.row_dims
+        key = (*self._form_key, *(x.ndim for x in leaves(self._inputs, torch.Tensor)))
+        parts = [leaves(output, torch.Tensor) for output in outputs]
+        whole: list[torch.Tensor] | None = None
+        dims = rows_of.get(key)
+        fits = dims is not None and _fit(dims, parts)
+        if len(outputs) == 1 and not fits:
+            dims = [0 if x.ndim else None for x in parts[0]]
+        elif not fits:
+            whole = self._of_all_rows(self._inputs if is_kept else inputs)
+            dims = rows_of[key] = [
+                _row_dim([x.shape for x in of_parts], x.shape)
+                for x, *of_parts in zip(whole, *parts, strict=True)
+            ]
+        assert dims is not None
+        joined: list[Any] = []
+        for i, dim in enumerate(dims):
+            if dim is not None:
+                of_parts = [_own_rows(of, x[i], dim) for x, of in zip(parts, own, strict=True)]
+                joined.append(of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim))
+            elif len(outputs) == 1:
+                joined.append(parts[0][i])
+            elif is_kept:
+                joined.append(_OfParts())
+            else:  # a loss, say, is to be of all rows
+                whole = self._of_all_rows(inputs) if whole is None else whole
+                joined.append(whole[i])
+        tensors = iter(joined)
+        return mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, outputs[0])
+
+    def _of_all_rows(self, inputs: Any) -> list[torch.Tensor]:
+        """The tensors of an output of all rows, made aside."""
+        passes = self._passes
+        with self._untouched(), self._as_called():
+            whole = passes.output(passes.call.batches.own(inputs)[0] if self.is_own else inputs)
+        return leaves(whole, torch.Tensor)
 
     def _refuse_written(self) -> None:
         """See that parameters are those of the call, as far as nothing else has run since."""
@@ -499,12 +538,12 @@ def _on_device(x: Any) -> Any:
 
 
 class _OfParts:
-    """A number of each micro-batch, a loss say: what it is of all, the program's own loss knows."""
+    """What has no rows, of each micro-batch: a loss, say. What it is of all, the program's own loss knows."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ValueError(
             "This number of the model's output is another in each micro-batch. Ask the loss that went back "
-            "for its value: loss.item()."
+            "for its value: loss.item(). Other tensors without rows ask for before it goes back."
         )
 
     @classmethod
@@ -512,29 +551,24 @@ class _OfParts:
         cls().item  # noqa: B018
 
 
-def _joined(outputs: list[Any], own: list[Own | None], whole: list[torch.Tensor] | None = None) -> Any:
-    """One output, of those of micro-batches; of each the rows that are this rank's.
+def _row_dim(parts: Sequence[torch.Size], whole: torch.Size) -> int | None:
+    """The dim of the batch's rows, by shapes of micro-batches and of the whole; None: there is none."""
+    dims = [d for d in range(len(whole)) if any(shape[d : d + 1] != whole[d : d + 1] for shape in parts)]
+    is_one = len(dims) == 1 and sum(shape[dims[0]] for shape in parts) == whole[dims[0]]
+    return dims[0] if is_one else None
 
-    Args:
-        whole: the tensors of an output of all rows, of which those are taken that have none.
-    """
-    outputs = [
-        output if of is None else mapped(partial(_own_rows, of), output)
-        for output, of in zip(outputs, own, strict=True)
-    ]
-    if len(outputs) == 1:
-        return outputs[0]
-    by_place = zip(*(leaves(output, torch.Tensor) for output in outputs), strict=True)
-    joined = iter(
-        [
-            torch.cat(parts) if parts[0].ndim else _OfParts() if whole is None else whole[i]
-            for i, parts in enumerate(by_place)
-        ]
+
+def _fit(dims: Sequence[int | None], parts: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether tensors of micro-batches may have their rows in these dims."""
+    return len(dims) == len(parts[0]) and all(
+        dim is None or (dim < x[0].ndim and len({(*y.shape[:dim], *y.shape[dim + 1 :]) for y in x}) == 1)
+        for dim, *x in zip(dims, *parts, strict=True)
     )
-    return mapped(lambda x: next(joined) if isinstance(x, torch.Tensor) else x, outputs[0])
 
 
-def _own_rows(of: Own, x: Any) -> Any:
+def _own_rows(of: Own | None, x: torch.Tensor, dim: int) -> torch.Tensor:
     """This rank's rows of what came of a batch; what has no rows is whole."""
-    each, odd = divmod(x.shape[0], of.size) if isinstance(x, torch.Tensor) and x.ndim else (0, 1)
-    return x if odd else x[of.rows.start * each : of.rows.stop * each]
+    each, odd = (0, 1) if of is None else divmod(x.shape[dim], of.size)
+    return (
+        x if of is None or odd else x.narrow(dim, of.rows.start * each, (of.rows.stop - of.rows.start) * each)
+    )

@@ -174,6 +174,8 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "statistics": (lambda z, y, m, w: F.mse_loss(z.mean(0), w.sum(-1)), "met in 'mean'"),
     "a correlation": (lambda z, y, m, w: (z.t() @ y / len(z) - 1).pow(2).sum(), "met in"),
     "its mean": (lambda z, y, m, w: 2 * (z.t() @ y).tanh().diagonal().mean(), "met in"),
+    "a contrast": (lambda z, y, m, w: (z @ y.t()).logsumexp(-1).mean(), "met in"),
+    "distances": (lambda z, y, m, w: torch.cdist(z, y).amin(-1).mean(), "met in"),
     "a mean of sums": (lambda z, y, m, w: torch.stack([F.l1_loss(z, y), w.sum()]).mean(), "met in 'stack'"),
     "nothing": (lambda z, y, m, w: w.sum(), "own means"),
     "pairs": (lambda z, y, m, w: F.softplus(z.split(4)[0] - y.split(4)[0]).mean(), "met in 'split'"),

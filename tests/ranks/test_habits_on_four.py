@@ -174,6 +174,40 @@ def weights_used_again(lay: Lay) -> list[Any]:
     return [*seen, *model.state_dict().values()]
 
 
+class Reader(nn.Module):
+    """Gives states of layers, whose second dim has the rows, and what has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.head = nn.LSTM(2, 4, 2, batch_first=True), nn.Linear(4, 4)
+        self.register_buffer("places", torch.arange(8.0).view(4, 2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, states = self.reads(x.view(len(x), 3, 2))
+        return self.head(out[:, -1]), states, self.places.sin()
+
+
+def rows_in_another_dim(lay: Lay) -> list[Any]:
+    """Values of outputs, before a loss goes back, after a step, and without gradients."""
+    model = Reader()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    seen: list[Any] = []
+    for step in range(3):
+        out, states, places = model(batch(step)[0])
+        if step:
+            seen += [x.detach().square().sum().item() for x in (*states, places)]
+        loss = F.cross_entropy(out, batch(step)[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen += [loss.item(), *(x.detach().clone() for x in states)]
+    model.eval()
+    with torch.no_grad():
+        out, states, places = model(batch(9)[0][:6])
+    assert [x.shape for x in (out, *states, places)] == [(6, 4), (2, 6, 4), (2, 6, 4), (4, 2)]
+    return [*seen, out, *states, places]
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
@@ -189,6 +223,7 @@ PROGRAMS = (
 
 
 STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
+    rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
     weights_used_again: [
         {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)
     ],

@@ -129,6 +129,12 @@ def contrasted(out: Any, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(z @ z.t() * 5, torch.arange(z.size(0)))
 
 
+def contrasted_at_a_scale(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    alike = out.square().mean() * z @ z.t()
+    return (alike.logsumexp(1) - alike.diagonal()).mean()
+
+
 def compared(out: Any, y: torch.Tensor) -> torch.Tensor:
     z = out.mean(1)
     return F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=-1).mean()
@@ -153,7 +159,20 @@ def of_so_many(out: Any, y: torch.Tensor) -> torch.Tensor:
     return out.view(ROWS, -1).mean(1).square().mean()
 
 
-BY_PLACE = (some, one, half, backwards, of_others, contrasted, compared, apart, far, summed, of_so_many)
+BY_PLACE = (
+    some,
+    one,
+    half,
+    backwards,
+    of_others,
+    contrasted,
+    contrasted_at_a_scale,
+    compared,
+    apart,
+    far,
+    summed,
+    of_so_many,
+)
 LOSSES = (
     viewed,
     by_sizes,
