@@ -184,8 +184,10 @@ class Awaited(Kept):
             constant = _constant(operator.getitem, self._source.form(), key)
             if constant is not UNKNOWN:
                 return constant
-        if isinstance(key, tuple) and leaves([key], torch.Tensor) and picks(self._shapes(), key):
-            return _kept(picked, (self, key[1]), {})
+        if isinstance(key, tuple) and leaves([key], torch.Tensor):
+            columns = picks(self._shapes(), key)
+            if columns is not None:
+                return _kept(picked, (self, columns), {})
         return self._part(_kept(operator.getitem, (self, key), {}))
 
     def _part(self, part: Any) -> Any:
@@ -813,7 +815,9 @@ def _gradients(
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad`` of a loss with respect to parameters of the model, to inputs, and its own."""
-    (loss,) = (outputs,) if isinstance(outputs, Awaited) else outputs
+    given = [outputs] if isinstance(outputs, Awaited) else outputs
+    losses = [loss for x in given for loss in (x if isinstance(x._shapes(), tuple) else (x,))]
+    loss = sum(losses[1:], losses[0])  # of several it is the gradient of their sum
     sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]

@@ -104,18 +104,25 @@ def picked(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return x.gather(1, places.unsqueeze(1)).squeeze(1)
 
 
-def picks(shapes: Any, key: Any) -> bool:
-    """Whether an index picks one number of each row of a matrix: ``x[arange(len(x)), columns]``."""
-    if not (
-        isinstance(shapes, torch.Tensor) and shapes.ndim == 2 and isinstance(key, tuple) and len(key) == 2
-    ):
-        return False
-    if any(not isinstance(x, torch.Tensor) or x.dtype is not torch.long for x in key):
-        return False
+def picks(shapes: Any, key: tuple[Any, ...]) -> torch.Tensor | None:
+    """The columns, where an index picks one number of each row of a matrix; None where it does not.
+
+    ``x[arange(len(x)), columns]``; the rows may be a range, a list or an array.
+    """
+    if not (isinstance(shapes, torch.Tensor) and shapes.ndim == 2 and len(key) == 2):
+        return None
     index, columns = key
-    if index.shape != shapes.shape[:1] or columns.shape != index.shape:
-        return False
-    return torch.equal(index, torch.arange(len(index), device=index.device))
+    rows = shapes.shape[0]
+    if not isinstance(columns, torch.Tensor) or columns.dtype is not torch.long or columns.shape != (rows,):
+        return None
+    if not (isinstance(index, range | list) or hasattr(index, "__array__")) or len(index) != rows:
+        return None
+    if isinstance(index, list) and any(type(i) is not int for i in index):
+        return None
+    index = torch.as_tensor(index)
+    if index.dtype is not torch.long or not torch.equal(index, torch.arange(rows, device=index.device)):
+        return None
+    return columns
 
 
 class _Walk:

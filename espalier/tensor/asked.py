@@ -8,6 +8,7 @@ for one that was made in the same way of the same, and so gets none that another
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import warnings
@@ -66,7 +67,7 @@ class Asked(Watcher):
         self._turn = self._changes = self._depth = self._engines = self._users = 0
         self._watch: AbstractContextManager[None] | None = None
         self._counts: dict[bytes, int] = {}
-        self._is_used = self._has_warned = False
+        self._is_used = self._has_warned = self._is_asking = False
         self._sees_own: CodeType | None = None  # what finds this rank's own gradients
 
     # ---- when it watches
@@ -141,6 +142,8 @@ class Asked(Watcher):
             return go()
         if self._is_of_own():
             return self._found(func, args, kwargs, go)
+        if func in _ANSWERS:
+            return self._answered(_ANSWERS[func], args, kwargs)
         self._is_used = True
         name, first = _name(func), args[0] if args and type(args[0]) is DTensor else None
         written = _written(func, args, kwargs)
@@ -162,6 +165,17 @@ class Asked(Watcher):
             else:
                 _note(x, None if made_of is None else _digest(made_of, i))
         return out
+
+    def _answered(
+        self, number: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """What a call that gives a bool says, on all ranks."""
+        out = self.around(number, args, kwargs, lambda: number(*args, **kwargs))
+        before, self._is_asking = self._is_asking, True
+        try:
+            return bool(out)
+        finally:
+            self._is_asking = before
 
     def _found(
         self,
@@ -256,7 +270,7 @@ class Asked(Watcher):
         if self._watch is None or self._depth or self._is_of_own():
             return None
         is_short = math.prod(x._layout.shape) * x.dtype.itemsize <= _LARGEST
-        return self._key(x) if is_short and asked_by_program() else None
+        return self._key(x) if is_short and (self._is_asking or asked_by_program()) else None
 
     def _numbered(self, key: bytes) -> str:
         """The key, and how often it was asked for here: values may change by what nobody sees."""
@@ -337,6 +351,25 @@ def _memory_of(
         memory = memory_id(x)
         of = [y.__dict__.get("_memory") for y in given if memory_id(y) == memory]
     return of[0] if of else _Memory()
+
+
+@functools.wraps(torch.equal)
+def _equal(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (x == other).all() if x.shape == other.shape else torch.zeros((), dtype=torch.bool)
+
+
+@functools.wraps(torch.allclose)
+def _close(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.isclose(*args, **kwargs).all()
+
+
+# calls that give a bool of values: as tensors, whose values can be told
+_ANSWERS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+    torch.allclose: _close,
+    torch.Tensor.allclose: _close,
+}
 
 
 def _written(

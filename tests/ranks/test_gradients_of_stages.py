@@ -171,6 +171,8 @@ def by_numbers_of_each(net: nn.Module) -> Any:
         if p.grad is None:
             continue
         size = p.grad.norm().item()
+        held = p.detach().clone()
+        told += [torch.equal(p, held), torch.allclose(p, held + 1), p.grad.allclose(p.grad * 2)]
         told += [size, p.grad.data.norm(1).cpu().item(), p.grad.numpy().sum()]
         told.append(bool(torch.isnan(p.grad).any()))
         told.append((p.grad * torch.arange(p.shape[-1])).sum().item())

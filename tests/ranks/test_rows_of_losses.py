@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,11 @@ def picked(out: Any, y: torch.Tensor) -> torch.Tensor:
 def picked_last(out: Any, y: torch.Tensor) -> torch.Tensor:
     from_the_end = y[:, -1] - CLASSES
     return -out[:, -1].log_softmax(-1)[torch.arange(len(y)), from_the_end].mean()
+
+
+def picked_by_range(out: Any, y: torch.Tensor) -> torch.Tensor:
+    last, rows = out[:, -1].log_softmax(-1), range(len(y))
+    return -(last[rows, y[:, -1]] + last[[*rows], y[:, 0]] + last[np.arange(len(y)), y[:, 1]]).mean()
 
 
 def binary(out: Any, y: torch.Tensor) -> torch.Tensor:
@@ -183,6 +189,7 @@ LOSSES = (
     gathered,
     picked,
     picked_last,
+    picked_by_range,
     binary,
     chosen,
     chosen_of_all,

@@ -134,6 +134,8 @@ def met(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     losses, held = [output.square().mean(), output.tanh().mean()], list(model.parameters())
     gradients = [torch.autograd.grad(loss, held, retain_graph=True) for loss in losses]
     dot = torch.stack([(a * b).sum() for a, b in zip(*gradients, strict=True)]).sum()
+    both = torch.autograd.grad(losses, held, retain_graph=True)
+    dot = dot + torch.stack([(a * b).sum() for a, b in zip(both, gradients[0], strict=True)]).sum()
     (losses[0] + 2 * losses[1]).backward()
     if dot.item() < 0:
         held[0].grad = gradients[0][0] + held[0].grad
