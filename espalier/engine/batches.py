@@ -251,6 +251,11 @@ class Batches:
                 own = own.narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
         return own.flatten(dim - 1, dim) if views > 1 else own, 1 / among
 
+    def beside(self, x: DTensor) -> tuple[torch.Tensor, float]:
+        """The whole of what a loop uses beside this rank's rows, and by what its gradient is multiplied."""
+        whole = redistribute(x, Layout.replicated(self.mesh, x._layout.shape))
+        return whole.to_local(grad_placements=self._gradients(Partial())), 1 / self.readers
+
     def _gradients(self, along: Placement) -> list[Placement]:
         """Placements that are ``along`` the batch axes, if these have several ranks."""
         several = {a for a in self.axes if self.mesh.shape[a] > 1}

@@ -27,6 +27,7 @@ from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, GivenBatches, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
+from espalier.engine.own_loop import OwnLoop
 from espalier.engine.report import PeakMemory, Traffic
 from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
@@ -452,6 +453,7 @@ class Direct(Passes):
         self._finishes = True
         self._are_new = False  # gradients, since they were last finished
         self._is_within = False  # train()
+        self._loop = OwnLoop(self.mesh, self._taken)
 
     def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
         sample, rows = self.call.sample(batch), self.call.batches.share(batch)
@@ -474,6 +476,7 @@ class Direct(Passes):
         return self
 
     def forward(self, batch: Any) -> torch.Tensor:
+        OwnLoop.close()
         of_step = self.accumulation
         if torch.is_grad_enabled():
             self._begins(batch)
@@ -494,6 +497,7 @@ class Direct(Passes):
     def outputs(self, inputs: Any, rows: str) -> Any:
         call, held, own = self.call, None, rows == "own"
         trains = torch.is_grad_enabled()
+        OwnLoop.close()
         if trains:
             inputs = tree_map(partial(self._entering, own), inputs)
         if own:
@@ -525,7 +529,18 @@ class Direct(Passes):
             return x
 
         self.mesh.sums_at_once = True
-        return mapped(leave, output)
+        given = mapped(leave, output)
+        if own and call.batches.readers > 1:
+            self._loop.open()
+        return given
+
+    def _taken(self, x: DTensor) -> torch.Tensor:
+        """What a loop uses beside this rank's rows, plain."""
+        own, share = self.call.batches.beside(x)
+        if own.requires_grad:
+            with raw():
+                own.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))
+        return own
 
     def _entering(self, own: bool, x: Any) -> Any:
         """An input, whose gradient is to be that of the loss that the program sees."""
@@ -624,6 +639,7 @@ class Direct(Passes):
             )
 
     def _begin_backward(self, asked: bool) -> None:
+        OwnLoop.close()
         of_step = self.accumulation
         assert self.data is not None
         if of_step is not None and not asked:

@@ -336,7 +336,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 sparse = any(map(is_sparse, tensors_in((args, kwargs))))
                 _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts))
             else:
-                _warn_of(custom.__name__, custom.__module__)
+                _warn_of(custom.__name__, custom.__module__, _collective_in(custom))
         call = func if custom is None else on_wholes(custom, stands_for)
         try:
             out = call(*local_args, **local_kwargs)
@@ -430,9 +430,24 @@ def writes(func: Callable[..., Any]) -> bool:
     )
 
 
+def _collective_in(custom: type[Function]) -> str:
+    """What a custom function sums or gathers over ranks by, if its forward says so."""
+    names = getattr(getattr(custom.forward, "__code__", None), "co_names", ())
+    return next((x for x in names if x.startswith(("all_gather", "all_reduce", "reduce_scatter"))), "")
+
+
 @lru_cache(maxsize=4096)
-def _warn_of(name: str, module: str) -> None:
+def _warn_of(name: str, module: str, collective: str) -> None:
     # cached: once for each function
+    if collective:
+        warnings.warn(
+            f"The autograd function {name} calls {collective} itself, and what it is given here is of all "
+            "ranks already, of the whole batch: that is gathered, or added up, once for each rank. So are "
+            f"its gradients. Leave {name} out within the model, and what divides by the number of ranks; or "
+            "call it on what the model gives, in a loop where ranks have rows of their own.",
+            stacklevel=user_frame()[0],
+        )
+        return
     warnings.warn(
         f"The autograd function {name} has no rule, so its inputs are gathered and every rank computes all "
         "of it, forward and backward. The result is right, but slow. If it works element by element, "

@@ -156,6 +156,8 @@ def on_two(rank: int, world: int) -> None:
     of_own(rank, world, {"tensor": 2}, [5], 1)
     views(rank, world, [2, 2])
     views(rank, world, [1, 3])
+    beside(rank, world, {"data": 2})
+    beside(rank, world, {"data": 2, "zero": 3})
     scaled(rank, world)
     staged(rank, world)
     prepared(rank, world)
@@ -196,6 +198,48 @@ def views(rank: int, world: int, held: list[int]) -> None:
     grads = gather_objects(plain.layer.weight.grad, made.engine.mesh)
     mean = torch.stack(grads).mean(0)
     assert (full_tensor(ours.layer.weight.grad) - mean).abs().max() < TOLERANCE
+
+
+class Matching(nn.Module):
+    """Gives features; the loop uses the rest of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+def matched(model: Any, features: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A loss of features and of parameters; some meet values of the rows that nothing goes back from."""
+    loss = F.cross_entropy(model.scale.exp() * features, y) + F.cross_entropy(model.head(features), y % 3)
+    with torch.no_grad():
+        aims = torch.softmax(features.detach() @ model.head.weight.t(), 1)
+    loss = loss - (aims * F.log_softmax(features[:, :3], 1)).sum(1).mean()
+    return loss + 0.1 * model.head.weight.norm()
+
+
+def beside(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """A loop uses parameters beside this rank's own rows: the mean of the ranks' losses goes back."""
+    torch.manual_seed(0)
+    ours, plain = Matching().double(), Matching().double()
+    ours.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2) for model in (ours, plain)]
+    made = espalier.EngineModule(espalier.initialize(ours, optimizers[0], plan), "own")
+    for step in range(2):
+        parts = [*zip(*(part.chunk(world) for part in rows(step)), strict=True)]
+        x, y = parts[rank]
+        loss = matched(ours, made(x), y)
+        losses = [matched(plain, plain(a), b) for a, b in parts]
+        assert abs(loss.item() - losses[rank].item()) < TOLERANCE
+        loss.backward()
+        torch.stack(losses).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(made.engine, plain, plan)
 
 
 def scaled(rank: int, world: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -190,6 +191,29 @@ def without_a_rule(rank: int, world: int) -> None:
         # a Partial is summed first
         p = DTensor.from_local(values(4, seed=rank), mesh, [P])
         torch.testing.assert_close(Cube.apply(p).full_tensor(), p.full_tensor() ** 3)
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def that_gathers_itself(rank: int, world: int) -> None:
+    mesh = Mesh.from_env({"axis": world})
+    with pytest.warns(UserWarning, match="Gathered calls all_gather itself(.|\n)*Leave Gathered out"):
+        Gathered.apply(distribute_tensor(values(4, 3), mesh, [S(0)]))
+
+
+def test_a_function_that_gathers_itself_is_told_of(ranks: Any) -> None:
+    ranks(2, that_gathers_itself)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
