@@ -125,7 +125,8 @@ def _forward(
     if hidden_states.ndim != 2:
         flat = [x.flatten(0, -2) for x in (hidden_states, top_k_index, top_k_weights)]
         return _forward(module, *flat).view_as(hidden_states)
-    experts = layout_of(next(module.parameters(recurse=False)))
+    first: Any = next(module.parameters(recurse=False))
+    experts = layout_of(up_to_date(first))  # where a block is divided, nobody has made its parameters whole
     mesh, cutting = experts.mesh, experts.cuts[0]
     layout = layout_of(hidden_states, mesh)
     states, out = [], []

@@ -164,10 +164,20 @@ def weights_used_again(lay: Lay) -> list[Any]:
     """Where a schedule puts weights' gradients off, such ones cannot wait."""
     model = nn.Sequential(nn.Linear(6, 6), Steps())
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    return trained(model, optimizer)
+
+
+def trained(model: Any, optimizer: Any, balance: float = 0.0) -> list[Any]:
+    """The losses of two steps, and the weights."""
     seen: list[Any] = []
     for step in range(2):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+        out = model(batch(step)[0])
+        if balance:
+            out, spread = out
+        loss = F.cross_entropy(out, batch(step)[1])
+        if balance:
+            loss = loss + balance * spread
         loss.backward()
         optimizer.step()
         seen.append(loss.item())
@@ -208,6 +218,58 @@ def rows_in_another_dim(lay: Lay) -> list[Any]:
     return [*seen, out, *states, places]
 
 
+class Experts(nn.Module):
+    """One matrix for each, in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(
+        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        of_all = torch.einsum("th,ehk->tek", x, self.weight)
+        chosen = of_all.gather(1, top_k_index.unsqueeze(-1).expand(-1, -1, 6))
+        return (chosen * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.last = nn.Linear(6, 4), Experts(), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return x + self.last(self.experts(x, index, weights))
+
+
+class Balanced(nn.Module):
+    """Takes what its routers give past their blocks, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Routed(), Routed()]), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given: list[torch.Tensor] = []
+        hooks = [
+            layer.router.register_forward_hook(lambda module, args, out: given.append(out))
+            for layer in self.layers
+        ]
+        for layer in self.layers:
+            x = layer(x)
+        for hook in hooks:
+            hook.remove()
+        return self.head(x), torch.cat(given).softmax(-1).mean(0).square().sum()
+
+
+def experts_of_divided_blocks(lay: Lay) -> list[Any]:
+    """Nobody calls the block, which would make their parameters whole."""
+    model = Balanced()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    return trained(model, optimizer, balance=0.1)
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
@@ -223,6 +285,7 @@ PROGRAMS = (
 
 
 STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
+    experts_of_divided_blocks: [{"data": 2, "pipe": 2, "zero": 3}],
     rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
     weights_used_again: [
         {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)
