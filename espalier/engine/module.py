@@ -255,6 +255,8 @@ class PreparedModule(EngineModule):
         @wraps(found)
         def method(*args: Any, **kwargs: Any) -> Any:
             out = found(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self.engine.passes.follow_all(out)
             return self if out is module else out  # ``model = model.freeze()`` is to be trained on
 
         return method

@@ -279,6 +279,10 @@ class Passes(ABC):
             rows: as for :meth:`espalier.Engine.outputs`.
         """
 
+    @abstractmethod
+    def follow_all(self, out: Any) -> None:
+        """Let backward passes through what a method of the model gives be the engine's, where they can be."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See :meth:`espalier.Engine.no_sync`."""
         return self.syncing(False)
@@ -568,6 +572,11 @@ class Direct(Passes):
     def follow(self, x: torch.Tensor) -> None:
         """See :meth:`espalier.Engine.follow`."""
         self._hooks.follow(x)
+
+    def follow_all(self, out: Any) -> None:
+        for x in tensors_in(out) if self.data is not None else ():
+            if x.grad_fn is not None:  # a parameter is no output
+                self.follow(x)
 
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
         self._is_within = True

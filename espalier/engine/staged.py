@@ -213,6 +213,9 @@ class Staged(Passes):
             "engine.evaluate(parts)."
         )
 
+    def follow_all(self, out: Any) -> None:
+        """Nothing: what is made beside the stages goes back by itself."""
+
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss of a batch, under ``torch.no_grad()`` alone: plain, the same on every rank."""
         if torch.is_grad_enabled():

@@ -147,6 +147,35 @@ def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
 
+class Critic(nn.Module):
+    """Two estimates, of which a method of its own gives one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = net(8, 1), net(8, 1)
+
+    def forward(self, x: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x, action), self.other(torch.cat([x, action], 1))
+
+    def first(self, x: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return self.one(torch.cat([x, action], 1))
+
+
+def methods_onto_finished_gradients(lay: Lay) -> list[Any]:
+    """An actor's loss goes through a critic's method, and adds to gradients that have had a step (TD3)."""
+    actor, critic = net(6, 2), Critic()
+    of_actor, of_critic = (torch.optim.Adam(m.parameters(), 0.05) for m in (actor, critic))
+    actor, of_actor = lay(actor, of_actor)
+    critic, of_critic = lay(critic, of_critic)
+    out: list[Any] = []
+    for step in range(3):
+        x, _ = batch(step)
+        estimates = critic(x, x[:, :2])
+        out.append(stepped(sum((q - x[:, 2:3]).square().mean() for q in estimates), of_critic).item())
+        out.append(stepped(-critic.first(x, actor(x)).mean(), of_actor).item())
+    return [*out, *actor.parameters(), *critic.parameters()]
+
+
 def optimizers_within_the_backward_pass(lay: Lay) -> list[Any]:
     model = net()
     optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
@@ -779,6 +808,7 @@ PROGRAMS = (
     changes_of_the_model,
     containers,
     hooks_put_on_before,
+    methods_onto_finished_gradients,
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
     statistics_of_two_calls,
