@@ -59,7 +59,15 @@ class PreparedModel(EngineModule):
     """A prepared model."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives for this rank's rows; in float32 under autocast, as accelerate's."""
+        """What the model gives for this rank's rows; in float32 under autocast, as accelerate's.
+
+        A loss that the model divides by what all ranks' batches have is a sum over all ranks here. Programs
+        multiply it by the number of processes, as accelerate's is one rank's part, and gradients a mean.
+        """
+        if (count := kwargs.get("num_items_in_batch")) is not None:
+            mesh, plan = self.engine.mesh, self.engine.plan
+            readers = math.prod(mesh.shape[mesh.axis(name)] for name in plan.batch_axes)
+            kwargs["num_items_in_batch"] = count * readers
         outputs = super().forward(*args, **kwargs)
         if not self.engine.plan.precision.autocast:
             return outputs

@@ -7,6 +7,7 @@ DTensor becomes what the program means: its whole value, plain, of whose gradien
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,13 @@ class OwnLoop(Watcher):
 
     Args:
         mesh: of the parameters.
-        taken: gives the plain value of a DTensor.
+        taken: a method that gives the plain value of a DTensor; held weakly.
     """
 
     inside = traffic = passes = False
 
     def __init__(self, mesh: Mesh, taken: Callable[[DTensor], torch.Tensor]) -> None:
-        self._mesh, self._taken = mesh, taken
+        self._mesh, self._taken = mesh, weakref.WeakMethod(taken)
 
     def open(self) -> None:
         """Watch from now on."""
@@ -47,11 +48,12 @@ class OwnLoop(Watcher):
         """The call, on plain tensors where it has some of this rank's own."""
         tensors = tensors_in((args, kwargs))
         own = [x for x in tensors if type(x) is not DTensor and (x.requires_grad or x.ndim)]
-        if not own or (writes(func) and type(args[0]) is DTensor):
+        if not own or (taken := self._taken()) is None or (writes(func) and type(args[0]) is DTensor):
             return go()
         if any(type(x) is DTensor and x._layout.mesh is not self._mesh for x in tensors):
             return go()
-        return func(*tree_map(self._plain, args), **tree_map(self._plain, kwargs))
 
-    def _plain(self, x: Any) -> Any:
-        return self._taken(x) if type(x) is DTensor else x
+        def plain(x: Any) -> Any:
+            return taken(x) if type(x) is DTensor else x
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))

@@ -18,7 +18,7 @@ from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
 
-from espalier import GatherWarning, Plan  # noqa: E402 - behind the skip
+from espalier import GatherWarning, Plan, full_tensor  # noqa: E402 - behind the skip
 from espalier.compat import accelerate as accelerate_here  # noqa: E402 - behind the skip
 from tests.compat.migrated import PROGRAMS, migrate  # noqa: E402 - behind the skip
 
@@ -228,6 +228,46 @@ def lengths(rank: int, world: int) -> None:
             assert len(more) == len(found[0]) == 5 * 3
             for a, b in zip(found[0], more, strict=True):
                 assert a.shape == b.shape and (a - b).abs().max() < 1e-12
+
+
+class Counted(nn.Module):
+    """Divides by what it is told that all ranks have, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
+        return self.layer(x).square().sum() / num_items_in_batch
+
+
+def counted(rank: int, world: int) -> None:
+    """Accumulation over rows of several lengths, as in accelerate's own example: gradients of all tokens."""
+    from espalier.compat.accelerate import Accelerator
+
+    x = torch.arange(24.0).view(8, 3) / 10
+    for plan in ({"data": 2, "zero": 3}, {"tensor": 2}):
+        with afresh():
+            accelerator = Accelerator(plan=plan)
+            torch.manual_seed(0)
+            plain = Counted()
+            model = accelerator.prepare(Counted())
+            model.load_state_dict(plain.state_dict())
+            own = x.chunk(accelerator.num_processes)[accelerator.process_index]
+            items = accelerator.gather(torch.tensor(len(own))).sum().item()
+            loss = model(own, num_items_in_batch=items) * accelerator.num_processes
+            accelerator.backward(loss)
+            expected = plain(x, 8)
+            expected.backward()
+            total = accelerator.gather(loss.detach()).sum().item() / accelerator.num_processes
+            assert abs(total - expected.item()) < TOLERANCE
+            found = full_tensor(model.module.layer.weight.grad)
+            assert plain.layer.weight.grad is not None
+            assert (found - plain.layer.weight.grad).abs().max() < 1e-5, plan
+
+
+def test_losses_divided_by_what_all_ranks_have(ranks: Any) -> None:
+    ranks(2, counted)
 
 
 def asked(rank: int, world: int) -> None:
