@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -373,6 +374,14 @@ def allclose(x: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_n
 def equal(x: Any, other: Any) -> bool:
     """Whether shapes and all elements are equal."""
     return x.shape == other.shape and bool((x == other).all())
+
+
+@composed("is_nonzero")
+def is_nonzero(x: Any) -> bool:
+    """Whether the one element is not zero."""
+    if math.prod(x.shape) != 1:
+        raise RuntimeError(f"is_nonzero of a tensor of {list(x.shape)}: it takes one of one element.")
+    return bool(x)
 
 
 @composed("glu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,15 +100,19 @@ def outer(x: Operand, y: Operand) -> Spec:
 
 @rule(torch.einsum, torch.functional.einsum, loose=True)
 def einsum(equation: str, *operands: Any) -> Spec | None:
-    """Any equation in letters, without ellipsis or repeated letters in one operand."""
+    """Any equation in letters, without repeated letters in one operand."""
     tensors: list[Operand] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
-    if "." in equation or not isinstance(equation, str):
+    if not isinstance(equation, str):
         return None
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if "->" not in equation:
-        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    if any(len(set(t)) != len(t) for t in terms) or len(terms) != len(tensors):
+        letters = left.replace(".", "")
+        once = sorted(c for c in set(letters) - {","} if letters.count(c) == 1)
+        right = "".join(["..." if "..." in left else "", *once])
+    if "..." in left:
+        terms, right = _without_ellipsis(terms, right, [len(x.shape) for x in tensors])
+    if any(len(set(t)) != len(t) for t in terms) or [*map(len, terms)] != [len(x.shape) for x in tensors]:
         return None
     sizes: dict[str, int] = {}
     for term, x in zip(terms, tensors, strict=True):
@@ -125,6 +130,19 @@ def einsum(equation: str, *operands: Any) -> Spec | None:
         reduce=contracted,
         linear=[(i,) for i in range(len(tensors))],
     )
+
+
+def _without_ellipsis(terms: Sequence[str], right: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """Operands, and what comes of them, with letters for the dims that ``...`` stands for."""
+    unused = [c for c in string.ascii_letters if all(c not in term for term in terms)]
+    counts = [n - len(term.replace("...", "")) for n, term in zip(dims, terms, strict=False)]
+    most = max((n for n, term in zip(counts, terms, strict=False) if "..." in term), default=0)
+    dims_of = "".join(unused[:most])
+    spelled = [
+        term.replace("...", dims_of[most - n :] if n > 0 else "")
+        for n, term in zip(counts, terms, strict=False)
+    ]
+    return spelled, right.replace("...", dims_of)
 
 
 _NAMES_OF_LOOKUP = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"

@@ -59,6 +59,14 @@ def aside(
     return plain_call(func, types, args, kwargs)
 
 
+@special(*spellings("numel"))
+def numel(
+    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Elements of the global tensor."""
+    return math.prod((args[0] if args else kwargs["input"]).shape)
+
+
 @special(*spellings("detach_"))
 def detach_in_place(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]

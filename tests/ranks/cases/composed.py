@@ -111,6 +111,7 @@ NUMERIC = [
         most=8,
     ),
     case("msort", A(X((5, 2))), most=4),
+    case("is_nonzero", A(X((1, 1))), A(ints((1,), 0, 1)), most=6),
     case("allclose equal", A(X((5, 2)), X((5, 2))), A(ints((4, 6), 0, 1), ints((4, 6), 0, 1)), most=6),
     case("pairwise_distance", A(X((5, 3)), X((5, 3))), A(X((5, 2)), X((2,)), 1.0, keepdim=True), most=12),
     case(
