@@ -39,6 +39,7 @@ from espalier.tensor.api import knows
 from espalier.tensor.asked import each_for_itself
 from espalier.tensor.dispatch import carry_out, unruled
 from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp, up_to_date
+from espalier.tensor.encoders import install_encoders
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
 from espalier.tensor.loans import whole
 from espalier.tensor.modules import typed_conversion
@@ -126,6 +127,7 @@ def install() -> None:
     install_steps()
     replace_muon(dealing)
     install_attention()
+    install_encoders()
     follow_compiler()
     shortcuts.install()
     setattr(torch.Tensor, "__setattr__", _set_attribute)  # noqa: B010
