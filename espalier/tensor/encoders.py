@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.torch_private import MODULES, own_modules
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -39,7 +41,7 @@ def _padded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if is_plain or not getattr(self, "use_nested_tensor", False) or src_key_padding_mask is None:
             return original(self, src, mask, src_key_padding_mask, is_causal)
         bare = copy.copy(self)  # whose last norm comes here, and which does not look for a faster way
-        vars(bare).update(use_nested_tensor=False, _modules={**self._modules, "norm": None})
+        vars(bare).update({MODULES: {**own_modules(self), "norm": None}, "use_nested_tensor": False})
         out = original(bare, src, mask, src_key_padding_mask, is_causal)
         if _leaves_out(self, src, mask, own):
             here = src_key_padding_mask.logical_not()
