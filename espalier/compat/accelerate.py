@@ -64,7 +64,8 @@ class PreparedModel(EngineModule):
         A loss that the model divides by what all ranks' batches have is a sum over all ranks here. Programs
         multiply it by the number of processes, as accelerate's is one rank's part, and gradients a mean.
         """
-        if (count := kwargs.get("num_items_in_batch")) is not None:
+        count = kwargs.get("num_items_in_batch")
+        if count is not None and self.rows == "own":
             mesh, plan = self.engine.mesh, self.engine.plan
             readers = math.prod(mesh.shape[mesh.axis(name)] for name in plan.batch_axes)
             kwargs["num_items_in_batch"] = count * readers

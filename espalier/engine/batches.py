@@ -430,13 +430,17 @@ class GivenBatches:
     Args:
         place: this rank's, of so many ``places``.
         readers: how many ranks may have rows of their own: then others than the first's are expected of them.
+        own: this rank among those that may, and how many there are: ranks of one number have the same rows.
 
     Attributes:
         is_open: whether they are still to be compared.
     """
 
-    def __init__(self, mesh: Mesh, place: int, places: int, readers: int = 1) -> None:
+    def __init__(
+        self, mesh: Mesh, place: int, places: int, readers: int = 1, own: tuple[int, int] = (0, 1)
+    ) -> None:
         self._mesh, self._place, self._places, self._readers = mesh, place, places, readers
+        self._own = own
         self.is_open = mesh.size() > 1
         self._sum: torch.Tensor | float = 0.0
         self._weight = 0
@@ -458,11 +462,12 @@ class GivenBatches:
         if not self.is_open:
             return []
         with raw():
-            sums = torch.zeros(self._places, 3, dtype=torch.float64, device=self._mesh.device())
+            of, each = self._own if self._is_own else (0, 1)
+            sums = torch.zeros(self._places, each, 3, dtype=torch.float64, device=self._mesh.device())
             if self._weight:
                 mark = self._sum / self._weight**2
                 for i, value in enumerate((1.0, mark, mark * mark)):
-                    sums[self._place, i] = value
+                    sums[self._place, of, i] = value
             return list(sums.view(-1).unbind())
 
     def check(self, sums: Sequence[torch.Tensor]) -> None:
@@ -474,13 +479,18 @@ class GivenBatches:
         self._sum, self._weight = 0.0, 0
         if not self._mesh.is_dry:
             with raw():
-                rows = torch.stack(list(sums)).view(-1, 3).tolist()
-            apart = [math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) for n, of, squares in rows if n]
-            if max(apart, default=0.0) > _APART and not self._is_own:
-                raise ValueError(_DIFFERENT)
+                rows = torch.stack(list(sums)).view(self._places, -1, 3)
+            if max(_apart(rows.flatten(0, 1)), default=0.0) > _APART:
+                raise ValueError(_OF_ONE_BATCH if self._is_own else _DIFFERENT)
+            apart = _apart(rows.sum(1))
             if apart and max(apart) <= _APART and self._is_own and self._readers > 1:
                 warnings.warn(_SAME, stacklevel=user_frame()[0])
         self.is_open = False
+
+
+def _apart(sums: torch.Tensor) -> list[float]:
+    """How far marks are apart, of each place that has some: by their number, sum and sum of squares."""
+    return [math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) for n, of, squares in sums.tolist() if n]
 
 
 @torch.no_grad()
@@ -504,6 +514,13 @@ _DIFFERENT = (
     "Nothing was updated. If each rank loads its own rows (a DistributedSampler), write "
     "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step. Else give all "
     "ranks the same batch: one order, one seed."
+)
+
+_OF_ONE_BATCH = (
+    "Ranks that share the model's layers, along tensor axes, were given different rows. They work on one "
+    "batch together, and rows of all but one of them would be left out. Nothing was updated. Give them the "
+    "same rows: let samplers count the ranks that read rows of their own, DistributedSampler(data, "
+    "num_replicas=ranks // tensor, rank=rank // tensor) where tensor is the last axis of the plan."
 )
 
 _SAME = (

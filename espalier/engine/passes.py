@@ -205,7 +205,10 @@ class Passes(ABC):
         # ranks of tensor axes that cut rows may well be given the same ones
         reading = [a for a in call.batches.axes if call.mesh.names[a] in call.plan.data_axes]
         readers = math.prod(call.mesh.shape[a] for a in reading)
-        self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers)
+        # of a sequence that is cut ranks may have been given their parts
+        apart = [*call.batches.axes, *(a for a, name in enumerate(call.mesh.names) if name == "context")]
+        own = call.mesh.place(apart), math.prod(call.mesh.shape[a] for a in apart)
+        self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers, own)
         self.pulse = Watchdog(Faults())
         self.is_syncing = True
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)

@@ -154,6 +154,7 @@ def on_two(rank: int, world: int) -> None:
     of_own(rank, world, {"data": 2, "zero": 2}, [1, 4], 2)
     of_own(rank, world, {"data": 2, "zero": 3}, [3, 3], 2)
     of_own(rank, world, {"tensor": 2}, [5], 1)
+    of_one_batch(rank, world)
     views(rank, world, [2, 2])
     views(rank, world, [1, 3])
     beside(rank, world, {"data": 2})
@@ -240,6 +241,17 @@ def beside(rank: int, world: int, plan: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
     compare(made.engine, plain, plan)
+
+
+def of_one_batch(rank: int, world: int) -> None:
+    """Ranks that share layers work on one batch: other rows of each are no batch of theirs."""
+    model = net()
+    made = espalier.EngineModule(espalier.initialize(model, None, {"tensor": 2}), "own")
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    x, y = rows(rank)
+    F.cross_entropy(made(x).logits, y).backward()
+    with pytest.raises(ValueError, match="share the model's layers(.|\n)*num_replicas=ranks // tensor"):
+        optimizer.step()
 
 
 def scaled(rank: int, world: int) -> None:
