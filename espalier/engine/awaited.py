@@ -79,6 +79,8 @@ class Awaited(Kept):
         kwargs = all_given(func, kwargs)
         if func is torch.autograd.grad:
             return _gradients(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return _go_back(*args, **kwargs)
         if func in COLLECTIVES:
             return _across_ranks(func, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -224,7 +226,7 @@ class Awaited(Kept):
 
     def backward(
         self,
-        gradient: None = None,
+        gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -232,12 +234,12 @@ class Awaited(Kept):
         """Forward and backward of the step that it is the loss of.
 
         Args:
+            gradient: what each of its numbers is multiplied by in the loss; by default it is the loss.
             retain_graph: whether it may go back again.
             inputs: the parameters that get gradients; by default all.
 
         Raises:
-            ValueError: another gradient than that of the loss itself is asked for; or something else in the
-                loss wants one, too.
+            ValueError: something in the loss wants a gradient that is no parameter.
             RuntimeError: it went back before, and was not to go back again.
         """
         if self._has_gone_back and not self._is_retained:
@@ -247,7 +249,7 @@ class Awaited(Kept):
                 "one pass through the stages in place of two."
             )
         if gradient is not None:
-            raise ValueError("In a pipeline backward() begins with the loss alone: scale the loss itself.")
+            return _go_back(self, gradient, retain_graph, create_graph, inputs=inputs)
         if create_graph or inputs is not None:
             sought = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
             return _give(
@@ -815,13 +817,11 @@ def _gradients(
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad`` of a loss with respect to parameters of the model, to inputs, and its own."""
-    given = [outputs] if isinstance(outputs, Awaited) else outputs
-    losses = [loss for x in given for loss in (x if isinstance(x._shapes(), tuple) else (x,))]
-    loss = sum(losses[1:], losses[0])  # of several it is the gradient of their sum
+    loss = _weighed(outputs, grad_outputs)
     sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]
-    asks_for_more = create_graph or is_grads_batched or grad_outputs is not None
+    asks_for_more = create_graph or is_grads_batched
     is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
     if asks_for_more or is_made or (beside and isinstance(loss, _Sum)):
         raise TypeError(
@@ -852,6 +852,39 @@ def _gradients(
             "allow_unused=True if this is the desired behavior."
         )
     return tuple(found)
+
+
+def _weighed(outputs: Any, gradients: Any) -> Awaited:
+    """The loss that a backward pass of several outputs is of, which begins with these gradients of them."""
+    several: list[Any] = [outputs] if isinstance(outputs, Awaited) else [*outputs]
+    begins: list[Any] = [gradients] if isinstance(gradients, torch.Tensor | Awaited | None) else [*gradients]
+    if len(begins) == 1 and begins[0] is None:
+        begins = begins * len(several)
+    if len(begins) != len(several):
+        raise RuntimeError(f"{len(several)} tensors to start from, but {len(begins)} gradients for them.")
+    losses: list[Any] = []
+    for x, gradient in zip(several, begins, strict=True):
+        if gradient is not None:
+            losses.append((x * gradient).sum())
+        elif isinstance(x, Awaited) and isinstance(x._shapes(), tuple):
+            losses += x
+        else:
+            losses.append(x)
+    total: Awaited = sum(losses[1:], losses[0])
+    return total
+
+
+def _go_back(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """``torch.autograd.backward`` of losses, or of what else is made of outputs, with its gradients."""
+    gradients = grad_variables if grad_tensors is None else grad_tensors
+    _weighed(tensors, gradients).backward(None, retain_graph, create_graph, inputs)
 
 
 def _copied(grad: torch.Tensor) -> torch.Tensor:

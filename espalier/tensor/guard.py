@@ -206,6 +206,11 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if len(args) == 4:
             *args, kwargs["inputs"] = args  # type: ignore[assignment]
+        is_one = isinstance(tensors, torch.Tensor) or _answers_itself(tensors)
+        tensors = tensors if is_one or isinstance(tensors, tuple) else tuple(tensors)
+        foreign = tuple(filter(_answers_itself, (tensors,) if is_one else tensors))
+        if foreign:  # what a pipeline has yet to compute
+            return handle_torch_function(backward, foreign, tensors, grad_tensors, *args, **kwargs)
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = _ends(kwargs["inputs"])
         if type(tensors) is torch.Tensor:
@@ -225,6 +230,11 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
         return went_back(roots, go)
 
     return backward
+
+
+def _answers_itself(x: Any) -> bool:
+    """Whether it says what functions of torch do with it, as tensors may, and is none."""
+    return hasattr(type(x), "__torch_function__") and not issubclass(type(x), torch.Tensor)
 
 
 def _ends(inputs: Any) -> Any:

@@ -142,6 +142,24 @@ def met(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     return [dot, *(loss.item() for loss in losses)]
 
 
+def begun(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Backward passes that begin with gradients of outputs, or of several losses at once."""
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    output, held = model(x), list(model.parameters())
+    if step == 0:
+        output.backward((output.detach().softmax(1) - 0.25) / 8, retain_graph=True)
+        gradients = torch.autograd.grad(output, held, grad_outputs=torch.full_like(output, 0.1))
+        return [torch.stack([g.norm() for g in gradients])]
+    rows = output.square().mean(1)
+    if step == 1:
+        rows.backward(gradient=x[:, 0].abs())
+        return [rows.sum().item()]
+    losses = [rows.sum(), loss_of(model, 9)]
+    torch.autograd.backward(losses)
+    torch.autograd.backward([loss_of(model, 8)], grad_tensors=[torch.tensor(0.5)])
+    return [loss.item() for loss in losses]
+
+
 def followed(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     """Losses are added up after the optimizer's step; rows of parameters are written to, and values."""
     if step == 0:
@@ -183,6 +201,7 @@ PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
     sharing: (layers,),
     taken: (layers,),
     met: (layers,),
+    begun: (layers,),
     followed: (layers, Tied),
     given: (layers, Tied),
 }
