@@ -89,6 +89,9 @@ try:
     fused_devices = torch.utils._foreach_utils._get_fused_kernels_supported_devices  # for optimizers
     check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler's
 
+    # ---- functions that only see that something holds
+    asserts = (torch._assert, torch._assert_async)
+
     # ---- functions that public ones end in
     module_call = torch.nn.Module._call_impl
     lazy_clone = torch._lazy_clone

@@ -146,12 +146,28 @@ def hard_rows(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def asserted(lay: Lay) -> list[Any]:
+    """What an output is said to be is looked at, where it is said."""
+    model = lay(net(), None)[0]
+    out = model(batch(0)[0])
+    assert out.layout is torch.strided and not out.is_sparse
+    torch.testing.assert_close(out, out.detach())
+    torch._assert((out < 100).all(), "small")
+    for wrong in (
+        lambda: torch.testing.assert_close(out, out.detach() + 1),
+        lambda: torch._assert((out > 100).all(), "large"),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+    return [out.sum().item()]
+
+
 def compared(rank: int, world: int) -> None:
     for kind in KINDS:
         program = partial(kinds, kind)
         program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
         compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
-    for whole in (handed_on, hard_rows):
+    for whole in (handed_on, hard_rows, asserted):
         compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 
 
