@@ -85,6 +85,8 @@ class Awaited(Kept):
             return _gradients(*args, **kwargs)
         if func is torch.autograd.backward:
             return _go_back(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            return args[0].backward(*args[1:], **kwargs)
         if func in asserts:
             return _done(func, args, kwargs)
         if func in COLLECTIVES:
@@ -586,6 +588,8 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
             return _sampled(source, func, held, named)
         made._is_drawn = True
+    elif func not in _DRAW_NOTHING and made._shapes() is None:  # it gives nothing: it does something
+        return _done(func, args, kwargs)
     return made.value() if is_over else made  # as metrics take it: a tensor
 
 
