@@ -153,7 +153,7 @@ class Engine(Surface):
         self._loaders: tuple[Loader, ...] = ()
         if optimizer is not None:
             self._bind(optimizer)
-        share_random_state(mesh)
+        self._drew_apart = share_random_state(mesh)
         follow_compiler(self)
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
@@ -446,9 +446,21 @@ class Engine(Surface):
         (:class:`~espalier.engine.awaited.Awaited`), keeps what is made of it, and does it when the loss goes
         back. Under ``torch.no_grad()`` outputs are plain there.
         """
+        if rows == "own" and self._drew_apart:
+            self._tell_of_draws()
         self.gives_own_rows |= rows == "own"
         tell_libraries(self)
         return self.passes.outputs(dict(inputs) if isinstance(inputs, Mapping) else inputs, rows)
+
+    def _tell_of_draws(self) -> None:
+        self._drew_apart = False
+        warnings.warn(
+            "This rank had drawn other random numbers than rank 0, or was seeded apart (manual_seed(seed + "
+            "rank)), when the model was laid out. From then on all ranks draw rank 0's, so that what the "
+            "model's forward draws is the same. What each rank is to draw for its own rows (noise, steps of "
+            "a diffusion) take from a generator of its own: torch.Generator().manual_seed(seed + rank).",
+            stacklevel=user_frame()[0],
+        )
 
     def follow(self, x: torch.Tensor) -> None:
         """Let a backward pass through a tensor, made of this engine's model, be one of the engine's.

@@ -316,10 +316,10 @@ class PreparedModule(EngineModule):
             )
         return self
 
-    def train(self, mode: bool = True) -> Self:
-        """Of the model, as it says."""
-        self.module.train(mode)
-        return self
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, which may be another thing than a mode."""
+        out: Any = self.module.train(*args, **kwargs)
+        return self if out is self.module else out
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """A function of the model and all in it."""

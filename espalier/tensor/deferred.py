@@ -667,8 +667,15 @@ def from_rank_0(state: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return plain(state).cpu()
 
 
-def share_random_state(mesh: Mesh) -> None:
-    """All ranks go on from rank 0's random state: what they draw, plain or for DTensors, is in step."""
+def share_random_state(mesh: Mesh) -> bool:
+    """All ranks go on from rank 0's random state: what they draw, plain or for DTensors, is in step.
+
+    Returns:
+        whether this rank would have drawn other numbers.
+    """
     if mesh.is_dry or mesh.size() == 1:
-        return
-    torch.set_rng_state(from_rank_0(without_tag(torch.get_rng_state()), mesh))
+        return False
+    own = without_tag(torch.get_rng_state())
+    first = from_rank_0(own, mesh)
+    torch.set_rng_state(first)
+    return not same_position(own, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -160,6 +161,7 @@ def on_two(rank: int, world: int) -> None:
     beside(rank, world, {"data": 2})
     beside(rank, world, {"data": 2, "zero": 3})
     scaled(rank, world)
+    seeded_apart(rank, world)
     staged(rank, world)
     prepared(rank, world)
 
@@ -273,6 +275,21 @@ def scaled(rank: int, world: int) -> None:
         found.append(engine.state_dict())
     for name, x in found[0].items():
         assert (x - found[1][name]).abs().max() < 1e-4, name
+
+
+def seeded_apart(rank: int, world: int) -> None:
+    """Ranks with rows of their own that were to draw other numbers are told that they do not."""
+    x, _ = rows(0)
+    for seed, tells in ((5, False), (5 + rank, rank > 0)):
+        model = net()
+        torch.manual_seed(seed)
+        engine = espalier.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"data": 2})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                engine.outputs((x,), rows="own")
+        told = [str(one.message) for one in caught if "seeded apart" in str(one.message)]
+        assert len(told) == int(tells) and all("torch.Generator()" in one for one in told), told
 
 
 def staged(rank: int, world: int) -> None:
