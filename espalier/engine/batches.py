@@ -479,7 +479,7 @@ class GivenBatches:
         self._sum, self._weight = 0.0, 0
         if not self._mesh.is_dry:
             with raw():
-                rows = torch.stack(list(sums)).view(self._places, -1, 3)
+                rows = torch.stack(list(sums)).view(self._places, -1, 3).cpu()
             if max(_apart(rows.flatten(0, 1)), default=0.0) > _APART:
                 raise ValueError(_OF_ONE_BATCH if self._is_own else _DIFFERENT)
             apart = _apart(rows.sum(1))

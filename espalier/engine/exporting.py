@@ -41,7 +41,7 @@ def _taking(export: Callable[..., Any]) -> Callable[..., Any]:
         given = [list(args), kwargs]
         models = leaves(given, _MODELS, _MODELS)
         held = [x for model in models for x in _tensors(model) if type(x) is DTensor]
-        if not held and not any(_prepared(model) for model in models):
+        if not held and not any(isinstance(model, Engine) or _prepared(model) for model in models):
             return export(*args, **kwargs)
         is_here = all(is_whole(x._layout) for x in held)
 
@@ -65,16 +65,18 @@ def _tensors(model: nn.Module | Engine) -> Iterator[torch.Tensor]:
 
 
 def _full(model: nn.Module | Engine) -> nn.Module:
-    if isinstance(model, Engine | EngineModule):
-        return (model if isinstance(model, Engine) else model.engine).full_model()
+    if isinstance(model, Engine):
+        return model.full_model()
+    if isinstance(model, EngineModule):
+        return model.engine.full_model()
     return full_copy(model, _whole, {m: m.engine.full_model() for m in _prepared(model)})
 
 
-def _prepared(model: nn.Module | Engine) -> list[EngineModule]:
+def _prepared(module: nn.Module) -> list[EngineModule]:
     """Those in a module, or itself."""
-    if isinstance(model, Engine | EngineModule):
-        return [model] if isinstance(model, EngineModule) else []
-    return [m for inner in own_modules(model).values() if inner is not None for m in _prepared(inner)]
+    if isinstance(module, EngineModule):
+        return [module]
+    return [m for inner in own_modules(module).values() if inner is not None for m in _prepared(inner)]
 
 
 def _whole(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,7 @@ def by_other_ways(rank: int, folder: str) -> None:
         net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
         expected = net(torch.ones(2, 4))
         model, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), plan=plan)
+        same((plan, "before"), torch.jit.trace(model.engine, torch.ones(2, 4))(torch.ones(2, 4)), expected)
         model(torch.ones(2, 4)).sum().backward()
         same((plan, "script"), torch.jit.script(model)(torch.ones(2, 4)), expected)
         torch.save(model, file := io.BytesIO())
