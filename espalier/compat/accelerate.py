@@ -66,9 +66,8 @@ class PreparedModel(EngineModule):
         """
         count = kwargs.get("num_items_in_batch")
         if count is not None and self.rows == "own":
-            mesh, plan = self.engine.mesh, self.engine.plan
-            readers = math.prod(mesh.shape[mesh.axis(name)] for name in plan.batch_axes)
-            kwargs["num_items_in_batch"] = count * readers
+            readers = self.engine.mesh[self.engine.plan.batch_axes]
+            kwargs["num_items_in_batch"] = count * readers.size()
         outputs = super().forward(*args, **kwargs)
         if not self.engine.plan.precision.autocast:
             return outputs

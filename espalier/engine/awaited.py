@@ -51,14 +51,13 @@ from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import all_given, asserts, memory_id, raw
 from espalier.trees import leaves, tree_map
 
-_ATTRIBUTES = frozenset(
-    "shape ndim dtype device requires_grad layout is_sparse is_quantized is_nested".split()
-)
+_STORED = frozenset("layout is_sparse is_quantized is_nested".split())
+_ATTRIBUTES = _STORED | frozenset("shape ndim dtype device requires_grad".split())
 _QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
 _OF_DICTS = frozenset("get items keys values".split())
 _OF_GRADIENTS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
-_OF_KIND = frozenset(  # Python goes by it
-    "dtype ndim dim ndimension is_floating_point is_complex layout is_sparse is_quantized is_nested".split()
+_OF_KIND = _STORED | frozenset(  # Python goes by it
+    "dtype ndim dim ndimension is_floating_point is_complex".split()
 )
 _OF_ROWS = frozenset("shape size numel nelement".split())  # another in each micro-batch
 _IN_PLACE = {

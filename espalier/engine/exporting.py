@@ -13,7 +13,6 @@ from espalier.engine.engine import Engine
 from espalier.engine.full_model import full_copy
 from espalier.engine.module import EngineModule
 from espalier.tensor import DTensor
-from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import is_whole
 from espalier.tensor.meshes import everywhere
 from espalier.torch_private import own_modules
@@ -80,4 +79,4 @@ def _prepared(module: nn.Module) -> list[EngineModule]:
 
 
 def _whole(name: str, x: torch.Tensor) -> torch.Tensor:
-    return everywhere(name, x) if type(x) is DTensor and not is_sparse(x) else x
+    return everywhere(name, x) if type(x) is DTensor else x

@@ -12,7 +12,7 @@ from torch import nn
 
 from espalier.blocks import as_it_was
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.dtensor import set_by_program
+from espalier.tensor.dtensor import is_sparse, set_by_program
 from espalier.torch_private import COMPILED_CALL, HOOK_OPTIONS, HOOKS, TABLES
 from espalier.trees import tensors_in
 
@@ -45,7 +45,8 @@ def _note_whole(
 ) -> None:
     """Have a copy find a module's tensors plain and whole, those too that a forward has set."""
     for name, x in (*nn.Module.named_parameters(module), *nn.Module.named_buffers(module)):
-        whole = everywhere(name, x.detach()).clone()
+        # sparse ones lie whole on every rank
+        whole = (x.detach() if is_sparse(x) else everywhere(name, x.detach())).clone()
         held = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
         vars(held).update(copy.deepcopy(set_by_program(x)))
         memo[id(x)] = held

@@ -133,12 +133,35 @@ def by_other_ways(rank: int, folder: str) -> None:
         same((plan, "file"), read(torch.ones(2, 4)), expected)
 
 
+class OfGraph(nn.Module):
+    """Has a sparse buffer, which lies whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("graph", torch.eye(6).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sparse.mm(self.graph, self.first(x)).tanh())
+
+
+def of_a_sparse_buffer() -> None:
+    net, x = OfGraph(), torch.ones(6, 4)
+    expected = net(x)
+    model, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0), plan={"pipe": 2})
+    model(x).sum().backward()
+    full = model.engine.full_model()
+    assert full.graph.is_sparse
+    same("sparse", full(x), expected)
+
+
 def on_two(rank: int, world: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     given_whole({"data": 2, "zero": 3, "recompute": "full"})
     given_whole({"tensor": 2})
     given_whole({"pipe": 2})
     by_other_ways(rank, folder)
+    of_a_sparse_buffer()
 
 
 def on_four(rank: int, world: int) -> None:
@@ -150,6 +173,7 @@ def on_four(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.filterwarnings("ignore:OfGraph cannot be split:espalier.parallel.compose.UndividedWarning")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:.first. has a hook, and lies in a stage of another rank")
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.memory._flat_weights")  # as on one process
