@@ -43,11 +43,21 @@ from espalier.layout.transitions import (
     SLICE,
 )
 from espalier.mesh import Mesh
-from espalier.torch_private import base_of, disable_modes, getter, memory_uses, raw, takes_tangents, use_count
+from espalier.torch_private import (
+    base_of,
+    disable_modes,
+    getter,
+    memory_uses,
+    method,
+    raw,
+    takes_tangents,
+    use_count,
+)
 
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
-# the C getter itself: a subclass' own costs more than all the questions asked here
+# of C alone: a subclass' own cost more than all the questions asked here
 _requires_grad, _is_leaf = getter("requires_grad"), getter("is_leaf")
+_is_contiguous = method("is_contiguous")
 _grad_enabled = torch.is_grad_enabled
 _CONTIGUOUS = torch.contiguous_format
 _renamed: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default  # no view to autograd
@@ -183,7 +193,7 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
     dual = takes_tangents() and _unpack_dual(x).tangent is not None
     if not (dual or (_requires_grad(x) and _grad_enabled())):
         if plan.sums and x.is_floating_point() and not tracers():
-            if not (alone and x.is_contiguous()):
+            if not (alone and _is_contiguous(x)):
                 x = x.clone(memory_format=_CONTIGUOUS)
             collectives.sum_here(x, plan.mesh, plan.sums)
         else:
@@ -197,7 +207,7 @@ def redistribute_by(x: torch.Tensor, plan: RedistributePlan, alone: bool = False
         )
     if plan.summed and not dual:
         # the backward of both, in C++, is the identity, which is what the data of the gradient needs
-        here = alone and x.is_contiguous()
+        here = alone and _is_contiguous(x)
         out = _renamed(x, x.shape) if here else x.clone(memory_format=_CONTIGUOUS)
         out.grad_fn.register_prehook(plan.back_again)  # type: ignore[union-attr]
         collectives.sum_here(out.detach(), plan.mesh, plan.summed)
@@ -220,7 +230,7 @@ def sums_here(x: torch.Tensor, plan: RedistributePlan) -> bool:
         return False
     if not _grad_enabled() or takes_tangents() or recorders() or tracers():
         return False
-    return x.is_floating_point() and x.is_contiguous() and not x.retains_grad and has_own_memory(x)
+    return x.is_floating_point() and _is_contiguous(x) and not x.retains_grad and has_own_memory(x)
 
 
 def summed(x: torch.Tensor, mesh: Mesh, axes: Iterable[int]) -> torch.Tensor:

@@ -95,7 +95,8 @@ class CachedCall:
         self.lends = is_view and (bool(self.moves) or self.run is not None)
         self.sums_here = not self.lends and self.written is None
         # backward may need addends as they are now, and who keeps it for that is not always counted
-        self.holds_addends = self.keeps and any(layout.partial for layout in placed.ins)
+        stay = (o.layout.partial and dst.partial for o, dst in zip(operands, placed.ins, strict=True))
+        self.holds_addends = self.keeps and any(stay)
         is_number = self.out is not None and not self.out.shape
         self.adds_up = is_number and any(adds_up(o.layout) for o in operands)
         self.is_addend = (

@@ -80,13 +80,16 @@ def known_at_once(out: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_addends(mesh: Mesh) -> Iterator[None]:
+def as_addends(*meshes: Mesh) -> Iterator[None]:
     """While open, it is not the program's loop that computes: numbers stay addends until they are used."""
-    at_once, mesh.sums_at_once = mesh.sums_at_once, False
+    at_once = [mesh.sums_at_once for mesh in meshes]
+    for mesh in meshes:
+        mesh.sums_at_once = False
     try:
         yield
     finally:
-        mesh.sums_at_once = at_once
+        for mesh, was in zip(meshes, at_once, strict=True):
+            mesh.sums_at_once = was
 
 
 def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:

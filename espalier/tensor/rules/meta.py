@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -245,9 +245,7 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     for of_mesh in passes:
         of_mesh.append(telling)
     try:
-        with ExitStack() as stack:
-            for mesh in dict.fromkeys(meshes):
-                stack.enter_context(as_addends(mesh))
+        with as_addends(*dict.fromkeys(meshes)):
             go()
     finally:
         for of_mesh in passes:
