@@ -352,6 +352,33 @@ def some_parameters(lay: Lay) -> list[float]:
     return seen
 
 
+class OfItsOwn(nn.Module):
+    """Is given nothing: what it learns from are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.linspace(-1, 1, 16).view(8, 2))
+        self.features, self.scale = Heads("one").body, nn.Parameter(torch.tensor(0.5))
+        self.features[0] = nn.Linear(2, 8)
+
+    def forward(self) -> torch.Tensor:
+        distances = torch.cdist(self.features(self.seen), self.features(self.seen))
+        return (-distances.square() / self.scale.exp()).exp().logsumexp(1).mean()
+
+
+def of_nothing(lay: Lay) -> list[float]:
+    net = OfItsOwn().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    model, _ = lay(net, optimizer)
+    seen: list[float] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (loss := model()).backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
 def told(rank: int, world: int) -> None:
     def model_of(net: nn.Module, **more: Any) -> Any:
         return espalier.prepare(
@@ -435,6 +462,10 @@ def test_text_of_its_own_rows_of_loaders_and_gradients_of_some_parameters(ranks:
     ranks(2, same_numbers, own_text)
     ranks(2, same_numbers, rows_of_a_loader)
     ranks(2, same_numbers, some_parameters)
+
+
+def test_models_that_are_given_nothing(ranks: Any) -> None:
+    ranks(2, same_numbers, of_nothing)
 
 
 def test_what_cannot_be_made_of_it_is_told(ranks: Any) -> None:

@@ -105,7 +105,8 @@ class StageProgram:
         env = self._body.begin(self._model, tensors)
         for n, x in zip(self._in, received, strict=True):
             env[n] = x.clone() if n in self._written else x
-        here = (*tensors, *received)[0].device
+        # a model that is given nothing computes where its parameters are
+        here = ((*tensors, *received) or leaves(list(env.values()), torch.Tensor))[0].device
         if runner is None:
             self.do(self.steps, env, here)
         else:
