@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from espalier.comm import all_reduce
 from espalier.engine.awaited_source import Hook, Source, hooked
@@ -165,10 +166,18 @@ class Awaited(Kept):
         before._is_drawn = self._is_drawn
         return before
 
+    def _only_computes(self) -> bool:
+        """Whether the call that it comes of is one of those that are known to give a value and do no more."""
+        step = self._step
+        if step is None or step.func in _ONLY_COMPUTE:
+            return True
+        method = step.args[0]._step if step.func is _call and isinstance(step.args[0], Awaited) else None
+        return method is not None and method.func is getattr and method.args[1] in _METHODS
+
     def _draws(self) -> bool:
         """Whether the call that it comes of draws random numbers."""
         step = self._step
-        if step is None or step.func in _DRAW_NOTHING:
+        if step is None:
             return False
         for x in self._made_of():
             x._shapes()  # beforehand: what they draw is not this one's
@@ -583,12 +592,13 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
     made = Awaited(source, _step(source, func, held, named))
     is_over = source.has_gone_back and func not in _PARTS and not made._wants_grad()
-    if made._draws():
-        if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
-            return _sampled(source, func, held, named)
-        made._is_drawn = True
-    elif func not in _DRAW_NOTHING and made._shapes() is None:  # it gives nothing: it does something
-        return _done(func, args, kwargs)
+    if not made._only_computes():
+        if made._draws():
+            if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
+                return _sampled(source, func, held, named)
+            made._is_drawn = True
+        elif made._shapes() is None:  # it gives nothing: it does something
+            return _done(func, args, kwargs)
     return made.value() if is_over else made  # as metrics take it: a tensor
 
 
@@ -916,10 +926,16 @@ _SEVERAL = (
     "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
 )
 _PARTS = (getattr, operator.getitem)
-# what calls are mostly of: not asked whether they draw
-_DRAW_NOTHING = frozenset(
-    [getattr, operator.getitem, *(getattr(operator, name) for name in "add sub mul truediv neg pow".split())]
+# what calls are mostly of: not asked whether they draw, or do something beside giving a value
+_ONLY_COMPUTE = frozenset(
+    [
+        *(getattr, operator.getitem),
+        *(getattr(operator, name) for name in "add sub mul truediv neg pow".split()),
+        *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.kl_div),
+        *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.log_softmax, F.softmax),
+    ]
 )
+_METHODS = frozenset("contiguous detach double flatten float mean reshape squeeze sum transpose view".split())
 _FLAT = frozenset("bernoulli normal poisson".split())  # whose gradients are zero
 _LINEAR = frozenset("add sub mul truediv div true_divide neg".split())
 # methods of a number that each of its addends may be asked

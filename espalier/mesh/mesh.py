@@ -273,13 +273,15 @@ class Mesh:
             ValueError: there is no axis of that name.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        picked = [self.axis(name) for name in names]
         if names == self.names:
             return self
+        if names in self._parts:
+            return self._parts[names]
+        picked = [self.axis(name) for name in names]
         if self._device_mesh is not None and self.is_member:
             with disable_modes():  # asked for while a program is traced: it is no part of that
-                return Mesh.from_torch(self._device_mesh[names])
-        if names not in self._parts:
+                self._parts[names] = Mesh.from_torch(self._device_mesh[names])
+        else:
             here = [slice(None) if a in picked else c for a, c in enumerate(self.coordinate)]
             kept = _array(self.ranks, self.shape)[tuple(here)]
             part = Mesh(

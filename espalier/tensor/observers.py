@@ -17,7 +17,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -245,17 +245,18 @@ def program_asks_kind(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code.co_filename.startswith("<frozen abc"):
         frame = frame.f_back  # of a class like Mapping
-    if frame is None or _is_ours(frame.f_code) or not _runs_isinstance(frame):
+    if frame is None or _is_ours(frame.f_code) or not _runs_isinstance(frame.f_code, frame.f_lasti):
         return False
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is not None and not _is_ours(frame.f_code)
 
 
-def _runs_isinstance(frame: FrameType) -> bool:
+@lru_cache(maxsize=1024)
+def _runs_isinstance(code: CodeType, place: int) -> bool:
     """Whether what a frame has come to is a call of ``isinstance``, or a case of a match."""
-    instructions = [*dis.get_instructions(frame.f_code)]
-    (now,) = (i for i in instructions if i.offset == frame.f_lasti)
+    instructions = [*dis.get_instructions(code)]
+    (now,) = (i for i in instructions if i.offset == place)
     if not now.opname.endswith("CALL"):
         return now.opname == "MATCH_CLASS"
     begins = _begins(now)  # a call's name stands where the call begins

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -294,3 +296,31 @@ def hooked(rank: int, world: int) -> None:
 
 def test_hooks_in_stages_of_other_ranks_are_told_of(ranks: Any) -> None:
     ranks(2, hooked)
+
+
+def counted_on_the_host(rank: int, world: int) -> None:
+    """What hangs on the plan or on the program's text is found once, not in each step."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = espalier.prepare(net, optimizer, plan={"pipe": 2})
+    x, y = torch.ones(4, 6, dtype=torch.float64), torch.arange(4)
+
+    def step() -> None:
+        out = model(x)
+        assert isinstance(out, torch.Tensor)
+        loss = F.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    step()
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    called = {name for _, _, name in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
+    assert "backward" in called
+    assert not called & {"_create_sub_mesh", "get_instructions", "_draws"}
+
+
+def test_host_work_that_is_done_once(ranks: Any) -> None:
+    ranks(2, counted_on_the_host)
