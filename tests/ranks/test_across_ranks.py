@@ -151,3 +151,63 @@ def of_losses(rank: int, world: int, plan: dict[str, int], rows: str) -> None:
 )
 def test_losses_that_scripts_reduce_by_hand(ranks: Any, plan: dict[str, int], rows: str) -> None:
     ranks(math.prod(plan.values()), of_losses, plan, rows)
+
+
+class Codebook(nn.Module):
+    """Sums over ranks what it counts, as codebooks and norms of other libraries do."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.line, self._decides = nn.Linear(6, 6), decides
+        self.register_buffer("total", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.line(x)
+        if self._decides and h.square().sum() > 1e9:
+            return x
+        with torch.no_grad():
+            total, parts = h.sum(0), [torch.empty(6, dtype=h.dtype) for _ in range(dist.get_world_size())]
+            dist.all_reduce(total)
+            dist.all_gather(parts, h.mean(0))
+            dist.broadcast(parts[0], 0)
+            self.total.lerp_(total, 0.5)
+            self.seen.add_(torch.stack(parts).sum(0))
+        return h + self.total
+
+
+class Decides(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self[0](x).sum() < 1e9 else x
+
+
+def of_forward(rank: int, world: int, plan: dict[str, int]) -> None:
+    """In a stage they are as if all ranks came to them; so a process that calls them has the same."""
+    x, y = torch.linspace(-1, 1, 24).view(4, 6).double(), torch.arange(4)
+    for kind in (nn.Sequential, Decides):
+        found = []
+        for given in (None, plan):
+            torch.manual_seed(0)
+            inner = Codebook(False), nn.Tanh(), Codebook(True), nn.Linear(6, 4)
+            net = kind(nn.Linear(6, 6), *inner).double()
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            model: Any = net
+            if given is not None:
+                model, optimizer = espalier.prepare(net, optimizer, plan=given)
+            for _ in range(3):
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(torch.tensor(loss.item(), dtype=torch.float64))
+            found += [espalier.full_tensor(v).clone() for v in model.state_dict().values()]
+        half = len(found) // 2
+        for a, b in zip(found[:half], found[half:], strict=True):
+            assert (a - b).abs().max() < 1e-10, (kind, a, b)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.all_")
+@pytest.mark.filterwarnings("ignore:Graph cannot be split|.*cannot be split")
+@pytest.mark.parametrize("plan", [{"pipe": 2}, {"data": 2, "pipe": 2}])
+def test_collectives_in_a_models_forward(ranks: Any, plan: dict[str, int]) -> None:
+    ranks(math.prod(plan.values()), of_forward, plan)

@@ -405,6 +405,7 @@ class Divided:
         reads = unit.call is None and done.read
         step = ProgramStep(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
         step.answers = self.trace.answered(unit.start, unit.call)
+        step.meets = self.trace.meets_ranks(unit.start, unit.end)
         return step
 
 

@@ -20,6 +20,7 @@ from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
 from espalier.tensor.names import ABSENT, MOST_HELD, made_in, shown_by
+from espalier.tensor.rules.across_ranks import AllHaveIt, meets_ranks
 from espalier.tensor.traces import is_array, may_change
 from espalier.torch_private import (
     HOOK_OPTIONS,
@@ -188,6 +189,7 @@ class Trace:
         constants: by their numbers, the model's own tensors that are none of the others.
         answers: what was asked of tensors (``bool(x)``, ``x[:, i]``), in order, each with the number of the
             innermost call around it, and that of the operation that asked, if it is one.
+        meets: names of modules that were called whole, and call collectives.
     """
 
     device: torch.device
@@ -209,6 +211,7 @@ class Trace:
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
+    meets: set[str] = field(default_factory=set)
 
     @property
     def written(self) -> set[str]:
@@ -228,6 +231,10 @@ class Trace:
                 within.add(inner.number)
             answers = [answer for number, _, answer in self.answers if number in within]
         return tuple(answers) if any(a != Answer(None, {}) for a in answers) else ()
+
+    def meets_ranks(self, start: int, end: int) -> bool:
+        """Whether some of the operations from ``start`` to before ``end`` call collectives."""
+        return any(op.func in self.meets or meets_ranks(op.func) for op in self.ops[start:end])
 
     def chain(self, op: int) -> list[ModuleCall]:
         """The module calls around an operation, outermost first."""
@@ -429,6 +436,12 @@ def answered(func: Callable[..., Any], answers: Iterable[Answer], *args: Any, **
         return func(*args, **kwargs)
 
 
+def all_having_it(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose collectives give what all ranks would get that had what this one has."""
+    with AllHaveIt():
+        return func(*args, **kwargs)
+
+
 # ---- programs of stages: calls in order, on values by number
 
 
@@ -468,11 +481,12 @@ class ProgramStep:
         free: values that nothing needs after it.
         answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
             same.
+        meets: whether it calls collectives, to which ranks of other stages do not come.
     """
 
     __slots__ = (
-        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "inputs", "name", "outputs",
-        "reads",
+        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "inputs", "meets", "name",
+        "outputs", "reads",
     )  # fmt: skip
 
     def __init__(
@@ -494,6 +508,7 @@ class ProgramStep:
         self.outputs = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
         self.answers: tuple[Answer, ...] = ()
+        self.meets = False
 
     def generators(self) -> list[torch.Generator]:
         """Those that it is given."""
@@ -502,7 +517,7 @@ class ProgramStep:
     def by(self, func: Callable[..., Any]) -> ProgramStep:
         """The step that calls something else in place of what this one does."""
         step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
-        step.free, step.answers = self.free, self.answers
+        step.free, step.answers, step.meets = self.free, self.answers, self.meets
         return step
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
@@ -515,6 +530,8 @@ class ProgramStep:
         func: Any = modules[self.func] if type(self.func) is str else self.func
         if self.answers and here.type == "meta":
             func = partial(answered, func, self.answers)
+        if self.meets:
+            func = partial(all_having_it, func)
         if self._flat:
             args = [env[a.number] if type(a) is Ref else a for a in self._args]
             kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}

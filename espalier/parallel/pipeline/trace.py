@@ -13,6 +13,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +56,7 @@ from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
+from espalier.tensor.rules.across_ranks import as_if_all_had_it, meets_ranks
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DataDependentOutputException,
@@ -331,6 +333,7 @@ class _Recorder(TorchFunctionMode):
         )
         self._path: list[int] = []
         self._quiet = 0
+        self._meets = False
         self._drawn: Generators | None = None
         self._buffers: set[int] = set()
         # storages of buffers that were written to, and of what is made of them
@@ -443,6 +446,7 @@ class _Recorder(TorchFunctionMode):
     def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
         self._quiet += 1
+        self._meets = False
         within = AnswerRecorder()
         try:
             with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()) as stood:
@@ -457,6 +461,8 @@ class _Recorder(TorchFunctionMode):
             raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
         finally:
             self._quiet -= 1
+        if self._meets:
+            self.trace.meets.add(name)
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters_in(module))
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
         grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
@@ -498,8 +504,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = all_given(func, kwargs)
         name = getattr(func, "__name__", "")
+        call = func
+        if meets_ranks(func):
+            self._meets, call = True, partial(as_if_all_had_it, func)
         if self._quiet or name in METADATA:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         tensors = leaves((args, kwargs), torch.Tensor)
         versions = [version_of(x) for x in tensors]
         reads = mapped(self.ref, (args, kwargs))
@@ -513,7 +522,7 @@ class _Recorder(TorchFunctionMode):
         try:
             # what needs a gradient is followed here: what is real could not get one from what is fake
             with torch.no_grad() if tensors else contextlib.nullcontext():
-                out, answer = heard(func, args, kwargs)
+                out, answer = heard(call, args, kwargs)
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
         except Exception as error:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functions
+from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout, same_data
 from espalier.sharding.spec import special
@@ -53,6 +56,15 @@ def _known() -> Iterator[Callable[..., Any]]:
 
 
 COLLECTIVES = frozenset(_known())
+_KNOWN_OUTCOMES = frozenset(
+    func for func in COLLECTIVES if func.__name__ in _WRITTEN and "coalesced" not in func.__name__
+)
+# torch.distributed.nn.functional's
+_WITH_GRADIENTS = frozenset(
+    kind
+    for kind in vars(dist_functions).values()
+    if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+)
 
 
 @special(*COLLECTIVES)
@@ -93,6 +105,68 @@ def of_whole_values(
             value = wholes[id(x)]
             x.copy_(stamp(value, layout_of(value, x.device_mesh)))
     return work
+
+
+class AllHaveIt(TorchFunctionMode):
+    """While open, collectives give what they would if all ranks called them with what this one has.
+
+    So they do within a stage of a pipeline: what a model computes there is one value of all ranks, and those
+    of other stages do not come to the call.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = partial(as_if_all_had_it, func) if meets_ranks(func) else func
+        return call(*args, **(kwargs or {}))
+
+
+def meets_ranks(func: Any) -> bool:
+    """Whether a call of it sends tensors to other ranks."""
+    if func in COLLECTIVES:
+        return True
+    return getattr(func, "__name__", "") == "apply" and getattr(func, "__self__", None) in _WITH_GRADIENTS
+
+
+def as_if_all_had_it(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A collective's outcome where all ranks of its group call it with what this one has.
+
+    Raises:
+        NotImplementedError: it gives each rank another value, or has gradients of its own.
+    """
+    if func not in _KNOWN_OUTCOMES:
+        raise NotImplementedError(
+            f"{getattr(func, '__qualname__', func)} in the forward of a model in a pipeline: ranks of other "
+            "stages do not come to it. What the model computes is of the whole batch already: leave the call "
+            "out, or make it outside, with the model's output."
+        )
+    name = func.__name__
+    given, target = bound(func, args, kwargs)
+    warn(name, given)
+    n, op = dist.get_world_size(given.get("group")), given.get("op", dist.ReduceOp.SUM)
+    with torch.no_grad():
+        if "reduce" in name and op == dist.ReduceOp.SUM:
+            target.mul_(n)
+        elif "reduce" in name and op not in _ALIKE:
+            raise NotImplementedError(
+                f"torch.distributed.{name} by {op} in the forward of a model in a pipeline"
+            )
+        elif name == "all_gather":
+            for x in target:
+                x.copy_(given["tensor"])
+        elif "gather" in name:
+            target.view(n, -1).copy_(given["input_tensor"].reshape(1, -1))
+    return Ended() if given.get("async_op") else None
+
+
+class Ended:
+    """What is under way, in torch's words, and has ended."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def bound(
