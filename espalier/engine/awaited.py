@@ -77,6 +77,7 @@ class Awaited(Kept):
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
         self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
+        self._leaf: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -313,6 +314,19 @@ class Awaited(Kept):
             with torch.no_grad():
                 self._known = evaluated(self, {}, self._source.value)
         return self._known
+
+    def _as_leaf(self) -> torch.Tensor:
+        """Its value, in the loss of another call of the model, where it gets a gradient.
+
+        Raises:
+            ValueError: it is no tensor.
+        """
+        if self._leaf is None:
+            value = full_tensor(self.value())
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(_SEVERAL)
+            self._leaf = value.detach().requires_grad_()
+        return self._leaf
 
     def item(self) -> Any:
         """Its one number."""
@@ -581,6 +595,12 @@ def _kept(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return terms
     if any(isinstance(x, _Sum) for x in awaited):
         return _of_sums(func, args, kwargs)
+    return _of_calls(func, args, kwargs, awaited)
+
+
+def _of_calls(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], awaited: Sequence[Awaited]
+) -> Any:
     if any(x._source is not awaited[0]._source for x in awaited):
         args, kwargs, awaited = _of_one_call(args, kwargs, awaited)
     if func is not getattr:
@@ -634,17 +654,28 @@ def _beside(x: Any) -> Any:
 def _of_one_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], awaited: Sequence[Awaited]
 ) -> tuple[Sequence[Any], Mapping[str, Any], list[Awaited]]:
-    """Arguments that hang on one call of the model: what no gradient goes back through is its value.
+    """Arguments that hang on one call of the model: what others give are values.
+
+    Through a value gradients go back to its own call when the loss has.
 
     Raises:
-        ValueError: gradients would go back through several.
+        ValueError: they would, and each call has a part of the rows alone.
     """
-    sought = [x for x in awaited if x._wants_grad()] or awaited[:1]
-    if any(x._source is not sought[0]._source for x in sought):
-        raise ValueError(_SEVERAL)
+    sought = [x for x in awaited if x._wants_grad()] or awaited[-1:]
+    source = sought[-1]._source
+    if any(x._source is not source for x in sought):
+        if any(x._source.is_own or x._source.is_cut() for x in sought):
+            raise ValueError(_SEVERAL)
+        warnings.warn(_SLOW, stacklevel=user_frame()[0])
 
     def inner(x: Any) -> Any:
-        return x.value() if isinstance(x, Awaited) and x._source is not sought[0]._source else x
+        if not isinstance(x, Awaited) or x._source is source:
+            return x
+        if not x._wants_grad():
+            return x.value()
+        leaf = x._as_leaf()
+        source.made_by[id(leaf)] = x
+        return leaf
 
     args, kwargs = (tree_map(inner, x, SOUGHT) for x in (list(args), dict(kwargs)))
     return args, kwargs, leaves([args, kwargs], Awaited, SOUGHT)
@@ -741,6 +772,20 @@ class _Sum(Awaited):
                 self._known = sum(term.value() for term in self._terms)
         return self._known
 
+    def _as_one(self) -> Awaited:
+        """The same number, as made of one call.
+
+        Raises:
+            ValueError: parameters are in it, or each call has a part of the rows alone.
+        """
+        losses = [term.loss for term in self._terms if term.loss is not None and term.factor is None]
+        if len(losses) < len(self._terms):
+            raise ValueError(_SEVERAL)
+        total = losses[0]
+        for loss in losses[1:]:
+            total = _of_calls(operator.add, (total, loss), {}, [total, loss])
+        return total
+
 
 def _added(func: Callable[..., Any], args: Sequence[Any]) -> _Sum | None:
     """What adds numbers of several calls, or of parameters alone, or multiplies such; None of all else."""
@@ -777,10 +822,10 @@ def _added(func: Callable[..., Any], args: Sequence[Any]) -> _Sum | None:
 
 
 def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives for sums as numbers: no gradient goes back through it.
+    """What a call gives for sums as numbers, or, where gradients go back through it, as made of one call.
 
     Raises:
-        ValueError: one would.
+        ValueError: they would go back to parameters, or each call has a part of the rows alone.
     """
     arguments = [list(args), dict(kwargs)]
     sums = leaves(arguments, _Sum, SOUGHT)
@@ -791,7 +836,9 @@ def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     if any(x._wants_grad() for x in sums) and any(
         isinstance(x, Awaited) or x.is_floating_point() for x in kept
     ):
-        raise ValueError(_SEVERAL)
+        as_one = {id(x): x._as_one() for x in sums}
+        args, kwargs = tree_map(lambda x: as_one.get(id(x), x), arguments, SOUGHT)
+        return _kept(func, args, kwargs)
     return out
 
 
@@ -921,9 +968,15 @@ def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | Non
 
 
 _SEVERAL = (
-    "Outputs of two calls of the model meet. In a pipeline a loss is made of one call, or is a sum "
-    "of such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both inputs, "
-    "model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
+    "Outputs of two calls of the model meet, or of one and its parameters, and in this pipeline a loss is "
+    "computed on a part of the rows. It is made of one call, or is a sum of such losses and of penalties, "
+    "loss_a + 0.5 * loss_b + penalty: call the model on both inputs, model(torch.cat([a, b])).chunk(2), or "
+    "plan accumulate = 1 and no data axis. What needs no gradient, detach()."
+)
+_SLOW = (
+    "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "
+    "for the other's sake. Quicker is one call on both inputs, model(torch.cat([a, b])).chunk(2). What needs "
+    "no gradient, detach()."
 )
 _PARTS = (getattr, operator.getitem)
 # what calls are mostly of: not asked whether they draw, or do something beside giving a value

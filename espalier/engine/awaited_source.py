@@ -25,7 +25,7 @@ class Source(Protocol):
     is_own: bool
     has_gone_back: bool
     calls: Iterator[int]
-    made_by: Mapping[int, Any]
+    made_by: dict[int, Any]
 
     @property
     def device(self) -> torch.device: ...

@@ -61,8 +61,9 @@ def hand_on(
     if (here := [key for key in grads if key not in awaited]) and (only is None or only):
         roots = [stood_for[key] for key in here]
         torch.autograd.backward(roots, [grads[key] for key in here], retain_graph=retain_graph, inputs=only)
-    for key in awaited if only is None else ():  # of another call, which goes back now
-        (stood_for[key] * grads[key]).sum().backward(retain_graph=retain_graph)
+    if awaited and only is None:  # of other calls, which go back now
+        weighed = [(stood_for[key] * grads[key]).sum() for key in grads if key in awaited]
+        sum(weighed[1:], weighed[0]).backward(retain_graph=retain_graph)
 
 
 def replayed(

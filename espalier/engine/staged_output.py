@@ -86,7 +86,7 @@ class ModelRun:
         made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
     """
 
-    def __init__(self, passes: StagedPasses, inputs: Any, rows: str, made_by: Mapping[int, Any]) -> None:
+    def __init__(self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any]) -> None:
         self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()

@@ -82,6 +82,68 @@ def chains(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def views(lay: Lay) -> list[Any]:
+    """Two views whose rows meet in one loss, and numbers of each; a third call meets both."""
+    model, margin, out = (
+        nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), net(8, 6)),
+        0.5,
+        list[Any](),
+    )
+    scale = nn.Parameter(torch.tensor(2.0))
+    model, optimizer = lay(model, SGD([*model.parameters(), scale]))
+    for step in range(3):
+        x, _ = batch(step)
+        a, b = (F.normalize(model(x + shift), dim=1) for shift in (0.1, -0.2))
+        loss = F.cross_entropy(a @ b.t() * scale, torch.arange(len(x)))
+        if step:
+            far = model(x.flip(0))
+            loss = loss + F.triplet_margin_loss(a, b, far, margin) - 0.1 * a.std(0).mean() * far.std()
+            out.append(loss.item())
+        out.append(stepped(loss, optimizer).item())
+    return [*out, *model.parameters(), *model.buffers(), scale]
+
+
+def meetings(lay: Lay) -> list[Any]:
+    """Sums of losses of two calls go on as one number, and two models' outputs meet."""
+    model, judge, out = net(6, 4), net(6, 4), list[Any]()
+    model, of_model = lay(model, SGD(model.parameters()))
+    judge, of_judge = lay(judge, SGD(judge.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        both = (F.cross_entropy(model(x), y) + F.cross_entropy(model(-x), y)).square()
+        out.append(stepped(both, of_model).item())
+        kl = F.kl_div(
+            model(x).log_softmax(1), judge(x).log_softmax(1), log_target=True, reduction="batchmean"
+        )
+        out.append(stepped(kl, of_judge).item())
+        of_model.step()
+        of_model.zero_grad()
+    return [*out, *model.parameters(), *judge.parameters()]
+
+
+def meet(rank: int, world: int) -> None:
+    plan = {"pipe": 2, "tensor": 2} if world == 4 else {"pipe": 2}
+    for program in (views, meetings):
+        compare(program, [(plan, {})], TOLERANCE)
+    for more in ({"accumulate": 2}, {"data": 2}):
+        if world != 2 * more.get("data", 1):
+            continue
+        model = net(6, 4)
+        model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2, **more})
+        x = batch(0)[0].float()
+        with pytest.raises(ValueError, match=r"two calls of the model meet(.|\n)*accumulate = 1"):
+            model(x) @ model(-x).t()
+
+
+@pytest.mark.filterwarnings("ignore:Outputs of two calls of the model meet in a loss")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
+@pytest.mark.parametrize("world", [2, 4])
+def test_outputs_of_several_calls_meet(ranks: Any, world: int) -> None:
+    ranks(world, meet)
+
+
 PROGRAMS: tuple[Callable[[Lay], list[Any]], ...] = (attacks, encoders, dreams, generators, chains)
 
 
