@@ -35,8 +35,8 @@ from espalier.engine.kept import (
     Step,
     captured,
     evaluated,
-    in_order,
     refuse_written,
+    with_writes,
     without_data,
 )
 from espalier.engine.row_order import picked, picks
@@ -275,7 +275,7 @@ class Awaited(Kept):
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        calls = in_order(self, Kept._made_of)
+        calls = with_writes(self, Kept._made_of)
         refuse_written(calls)
         of_loss, inputs = captured(calls), self._source.wanting()
         beside = leaves_beside(of_loss, inputs, self._source)
@@ -308,8 +308,8 @@ class Awaited(Kept):
 
     def value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
-        if self._known is None:
-            needed = in_order(self, lambda one: one._made_of() if one._known is None else ())
+        if self._known is None or (self._source.writes and not self._has_gone_back):
+            needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
             refuse_written(one for one in needed if one._known is None)
             with torch.no_grad():
                 self._known = evaluated(self, {}, self._source.value)
@@ -406,12 +406,12 @@ class Awaited(Kept):
             return iter(_kept(list, (self,), {}))
         if not self._wants_grad():
             return iter(self.value())
-        if shapes is UNKNOWN or not self._source.is_whole:
+        if not self._source.is_whole:
             raise TypeError(
                 "A loop over the rows of what a pipeline has yet to compute: its loss is computed on each "
                 "micro-batch, and knows no single rows. Use calls of torch on all of them, or detach() it."
             )
-        return (self[i] for i in range(len(shapes)))
+        return (self[i] for i in range(len(self)))
 
     def __format__(self, spec: str) -> str:
         return format(self.value(), spec)
@@ -420,17 +420,14 @@ class Awaited(Kept):
         self._write(_set_item, (key, value), {})
 
     def _write(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaited:
-        """A call that writes to it: from now on it is what that gives.
+        """A call that writes to it: from now on it is what that gives, as are others that share its memory.
 
         Raises:
-            TypeError: something was made of it before, or it is a part of something: these would change too.
+            TypeError: others may share it, and a loss is computed on each micro-batch; or another call of the
+                model is written into it.
         """
         if self._is_used or not (self._is_own or self._has_own_memory()):
-            raise TypeError(
-                "What a pipeline has yet to compute is written to, and others were made of it, or it is a "
-                "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
-                "what gives one (torch.where, the function without the underscore)."
-            )
+            return self._write_in_order(func, args, kwargs)
         made = _kept(func, (self._before(), *args), kwargs)
         if isinstance(made, Awaited):
             self._step, self._is_drawn = made._step, made._is_drawn
@@ -439,6 +436,20 @@ class Awaited(Kept):
             self._is_drawn = False
         self._known = self._shape = None
         self._is_own = True
+        return self
+
+    def _write_in_order(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Awaited:
+        """What is made of its memory later is made after the call, and what was made before it, before."""
+        made = _kept(func, (self, *args), kwargs) if self._source.is_whole else None
+        if not isinstance(made, Awaited) or made._source is not self._source:
+            raise TypeError(
+                "What a pipeline has yet to compute is written to, and others were made of it, or it is a "
+                "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
+                "what gives one (torch.where, the function without the underscore)."
+            )
+        self._source.writes.append(made)
         return self
 
     def _has_own_memory(self) -> bool:
@@ -462,6 +473,19 @@ def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., An
     return kept
 
 
+def _in_place_operator(name: str) -> Callable[..., Any]:
+    func, in_place = getattr(operator, name), getattr(operator, f"i{name}")
+
+    def written(self: Awaited, other: Any) -> Any:
+        if self._source.is_whole and not _is_number(self) and (self._is_used or not self._has_own_memory()):
+            return self._write_in_order(in_place, (other,), {})
+        return func(self, other)  # the name is the sum's from now on
+
+    return written
+
+
+for _name in "add sub mul truediv floordiv mod pow".split():
+    setattr(Awaited, f"__i{_name}__", _in_place_operator(_name))
 for _name in "add sub mul truediv floordiv mod pow matmul".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, _name), swaps=True))

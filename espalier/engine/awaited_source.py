@@ -18,7 +18,9 @@ class Source(Protocol):
         device: this rank's.
         has_gone_back: whether a loss made of it has.
         calls: numbers of the calls that the program makes of what it gives.
-        made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
+        made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
+            loss, what they are values of, by ``id``.
+        writes: the program's calls that write to what others may share.
     """
 
     is_whole: bool
@@ -26,6 +28,7 @@ class Source(Protocol):
     has_gone_back: bool
     calls: Iterator[int]
     made_by: dict[int, Any]
+    writes: list[Any]
 
     @property
     def device(self) -> torch.device: ...

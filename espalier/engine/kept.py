@@ -12,7 +12,7 @@ import torch
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Source
 from espalier.engine.changed import Mark, marks_of, refuse_changed
-from espalier.parallel.pipeline.record import TorchState
+from espalier.parallel.pipeline.record import TorchState, mapped
 from espalier.parallel.pipeline.trace import statistics
 from espalier.trees import leaves, tree_map
 
@@ -103,6 +103,12 @@ def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:
     return order
 
 
+def with_writes(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:
+    """:func:`in_order`, with the calls that have written to what others share, and what these are made of."""
+    roots = (*of._source.writes, of)
+    return [*{id(one): one for root in roots for one in in_order(root, made_of)}.values()]
+
+
 def refuse_written(calls: Iterable[Kept]) -> None:
     """See that nothing was written to that calls, which are to be made, were given beside the output.
 
@@ -162,7 +168,7 @@ def evaluated(
     def known(one: Kept) -> Any:
         if on_meta:
             return None if one._shape is UNKNOWN else one._shape
-        return None if fresh else one._known
+        return None if fresh or writes else one._known
 
     def value_of(x: Any) -> Any:
         if isinstance(x, Kept):
@@ -173,10 +179,13 @@ def evaluated(
 
     values: dict[int, Any] = {}
     spare: dict[int, torch.Tensor] = {}
-    needed = in_order(of, lambda one: one._made_of() if known(one) is None else ())
+    writes = not on_meta and bool(of._source.writes)  # made anew each time, to what is made anew
+    needed = (with_writes if writes else in_order)(
+        of, lambda one: one._made_of() if known(one) is None else ()
+    )
     for one in sorted(needed, key=lambda one: -1 if one._step is None else one._step.number):
         if (value := known(one)) is None and (step := one._step) is None:
-            value = output()
+            value = mapped(_clone, output()) if writes else output()
         elif value is None and step is not None:
             if one._is_drawn and not fresh and not on_meta:
                 raise TypeError(
@@ -202,6 +211,10 @@ def evaluated(
         if on_meta:
             one._shape = value
     return values[id(of)]
+
+
+def _clone(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def without_data(x: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,7 @@ class ModelRun:
         self._loss_begins: States | None = None
         self.has_gone_back, self.made_by = False, made_by
         self.calls: Iterator[int] = count()
+        self.writes: list[Any] = []
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for

@@ -352,6 +352,44 @@ def some_parameters(lay: Lay) -> list[float]:
     return seen
 
 
+def written(lay: Lay) -> list[float]:
+    """What is written to is another to all that share its memory, from then on."""
+    net = Heads("one").double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    model, _ = lay(net, optimizer)
+    seen: list[float] = []
+    for step in range(3):
+        x, y = batch(step)
+        out = model(x)
+        out[0] = 0.5
+        before, same = out.mean(), out
+        left = out[:, :2]
+        if step:
+            seen.append(before.item())
+        left += 1
+        out.clamp_(-1, 1.5)
+        half = out / 2
+        total = half.sum()
+        half.mul_(3)
+        meets = half.t() @ half
+        squares = torch.diagonal(meets).add_(-1).square_().sum()
+        rows, columns = torch.where(out.detach()[out.detach().mean(1) > 0] > 0.2)
+        loss = F.cross_entropy(same, y) + 0.01 * (before + squares - total + meets.sum())
+        loss = loss + 0.1 * (out[rows, columns] * left.sum()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen += [
+            loss.item(),
+            before.item(),
+            total.item(),
+            squares.item(),
+            out.sum().item(),
+            left.mean().item(),
+        ]
+    return seen
+
+
 class OfItsOwn(nn.Module):
     """Is given nothing: what it learns from are buffers."""
 
@@ -386,8 +424,7 @@ def told(rank: int, world: int) -> None:
         )[0]
 
     x, y = batch(0)
-    model = model_of(Heads("one"))
-    out = model(x)
+    out = model_of(Heads("one"), accumulate=2)(x)
     with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
         out[0] = 0
     with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
@@ -396,6 +433,8 @@ def told(rank: int, world: int) -> None:
     half.sum()
     with pytest.raises(TypeError, match="others were made of it"):
         half.mul_(2)
+    model = model_of(Heads("one"))
+    out = model(x)
     with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
         torch.zeros(8, 4, dtype=torch.float64)[:, 1:3] = out[:, :2]
     with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
@@ -462,6 +501,10 @@ def test_text_of_its_own_rows_of_loaders_and_gradients_of_some_parameters(ranks:
     ranks(2, same_numbers, own_text)
     ranks(2, same_numbers, rows_of_a_loader)
     ranks(2, same_numbers, some_parameters)
+
+
+def test_outputs_that_are_written_to(ranks: Any) -> None:
+    ranks(2, same_numbers, written)
 
 
 def test_models_that_are_given_nothing(ranks: Any) -> None:
