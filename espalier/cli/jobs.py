@@ -22,7 +22,4 @@ def load(path: Path, overrides: list[str], ranks: int | None, *, resume: bool = 
         from espalier.train.foresight import planned
 
         return planned(job, ranks)
-    plan = job.plan
-    if ranks is None or ranks == plan.world_size:
-        return job
-    return Job.load(path, [*overrides, f"plan.data={ranks * plan.data // plan.world_size}"])
+    return job

@@ -499,9 +499,8 @@ class Plan(Settings):
     def _fits(self) -> Plan:
         mistakes = [*self._pipe_mistakes(), *self._tensor_mistakes(), *self._gradient_mistakes()]
         if self.data % self.expert:
-            mistakes.append(
-                ("expert", self.expert, f"it divides data = {self.data}, whose ranks share experts")
-            )
+            expected = f"expected a divisor of data = {self.data}, whose ranks share experts"
+            mistakes.append(("expert", self.expert, expected))
         if self.expert > 1 and self.replicate > 1:
             mistakes.append(("expert", self.expert, "experts are not copied: expected replicate = 1"))
         if self.data * self.replicate * self.context > 1:

@@ -510,7 +510,7 @@ class Search:
             raise ValueError(
                 f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows"
                 f"{f', where {fixed}' if fixed else ''}{': ' + why if why else ''}. "
-                f"Change the ranks, the batch{', or what is fixed' if fixed else ''}."
+                f"Change {'the ranks, the batch, or what is fixed' if fixed else 'the ranks or the batch'}."
             )
         scored += self._asynchronous(scored)
         scored += self._fewer_experts_apart(scored)

@@ -98,7 +98,7 @@ class Job:
         Args:
             path: a TOML file; or, where there is none, the name of a job that is shipped (`shipped_jobs`).
             overrides: texts such as ``plan.tensor=2``, applied on top.
-            ranks: that the plan's other axes have to divide, for a data axis that takes what they leave.
+            ranks: that the plan's other axes have to divide; its data axis takes what they leave.
             resume: whether the job must have checkpoints to go on from.
 
         Raises:
@@ -116,6 +116,9 @@ class Job:
             raise JobError(str(path), [Mistake("file", MISSING, f"is not valid TOML: {error}")]) from None
         mistakes: list[Mistake] = []
         changed, overridden = apply_overrides(raw, overrides, mistakes)
+        table = changed.get("plan", {})
+        if ranks is not None and isinstance(table, Mapping):
+            changed = {**changed, "plan": _sized(table, ranks)}
         if resume and "checkpoint" not in changed:
             expected = "the job has no table [checkpoint], so it saves none. Add one"
             mistakes.append(Mistake("--resume", MISSING, expected))
@@ -361,6 +364,10 @@ AUTO = ("auto", "cluster", "ranks")
 """What a job's table [plan] has beside a plan's arguments, where the planner is to choose the others."""
 
 
+_AXES = ("data", "pipe", "replicate", "context", "branch", "tensor", "tensor_mode", "depth")
+"""What says how many ranks a plan has; those of ``expert`` are of the data axis."""
+
+
 def _without_auto(table: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
     """What of the table are a plan's arguments."""
     asked, cluster, ranks = (table.get(key) for key in AUTO)
@@ -376,6 +383,18 @@ def _without_auto(table: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str
             if value is not None:
                 mistakes.append(Mistake(f"plan.{key}", value, "is for auto = true alone"))
     return {key: value for key, value in table.items() if key not in AUTO}
+
+
+def _sized(table: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
+    """A table [plan] whose data axis takes what its other axes leave of ``ranks``."""
+    if table.get("auto"):
+        return table
+    try:
+        plan = Plan.from_dict({key: table[key] for key in _AXES if key in table})
+    except PlanError:  # told where the whole table is read
+        return table
+    data, rest = divmod(ranks, plan.world_size // plan.data)
+    return table if rest or data == plan.data else {**table, "data": data}
 
 
 def _read_plan(table: Mapping[str, Any], mistakes: list[Mistake]) -> Plan | None:

@@ -375,6 +375,11 @@ def test_the_data_axis_takes_the_remaining_ranks(job):
     assert load(job, [], None).plan == Plan()
     assert load(job, [], 6).plan == Plan(data=6)
     assert load(job, ["plan.tensor=2"], 6).plan == Plan(tensor=2, data=3)
+    # what hangs on the data axis is judged by the axis that there will be
+    cut = load("moe", ["plan.expert=3"], 6)
+    assert (cut.plan.data, cut.plan.expert) == (6, 3) and cut.raw["plan"]["data"] == 6
+    with pytest.raises(ValueError, match="plan.expert = 4 .*expected a divisor of data = 6"):
+        load("moe", ["plan.expert=4"], 6)
 
 
 def test_run_passes_arguments_and_exit_code(job, tmp_path, monkeypatch):

@@ -187,7 +187,7 @@ def test_experts_and_branches() -> None:
     plan = Plan(data=8, expert=4, branch=2, tensor=2)
     assert plan.axes == {"data": 2, "expert": 4, "branch": 2, "tensor": 2}
     assert plan.batch_axes == plan.data_axes == ("data", "expert")
-    with pytest.raises(PlanError, match="expert = 3: it divides data = 4"):
+    with pytest.raises(PlanError, match="expert = 3: expected a divisor of data = 4"):
         Plan(data=4, expert=3)
     with pytest.raises(PlanError, match="expected replicate = 1"):
         Plan(data=4, expert=2, replicate=2)
