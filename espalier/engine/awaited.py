@@ -683,12 +683,12 @@ def _of_one_call(
     Through a value gradients go back to its own call when the loss has.
 
     Raises:
-        ValueError: they would, and each call has a part of the rows alone.
+        ValueError: they would, and a loss is computed on a part of the rows alone.
     """
     sought = [x for x in awaited if x._wants_grad()] or awaited[-1:]
     source = sought[-1]._source
     if any(x._source is not source for x in sought):
-        if any(x._source.is_own or x._source.is_cut() for x in sought):
+        if any(x._source.is_own or not x._source.is_whole for x in sought):
             raise ValueError(_SEVERAL)
         warnings.warn(_SLOW, stacklevel=user_frame()[0])
 
@@ -992,10 +992,10 @@ def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | Non
 
 
 _SEVERAL = (
-    "Outputs of two calls of the model meet, or of one and its parameters, and in this pipeline a loss is "
-    "computed on a part of the rows. It is made of one call, or is a sum of such losses and of penalties, "
-    "loss_a + 0.5 * loss_b + penalty: call the model on both inputs, model(torch.cat([a, b])).chunk(2), or "
-    "plan accumulate = 1 and no data axis. What needs no gradient, detach()."
+    "Outputs of two calls of the model meet, or of one and its parameters, and this pipeline computes a loss "
+    "on each micro-batch, or on rows that each rank has of its own. It is made of one call, or is a sum of "
+    "such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both inputs, "
+    "model(torch.cat([a, b])).chunk(2), or plan accumulate = 1. What needs no gradient, detach()."
 )
 _SLOW = (
     "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "

@@ -39,6 +39,7 @@ def leaves_beside(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor
     if any(
         type(x) is DTensor or (x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter))
         for x in wanting
+        if id(x) not in source.made_by
     ):
         raise ValueError(
             "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
