@@ -23,6 +23,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.pipelining as torch_pipelining
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.algorithms._comm_hooks import default_hooks as fsdp_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint import state_dict
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.utils.checkpoint import checkpoint
 
 import espalier
 from espalier.compat import torch as here
@@ -353,6 +355,38 @@ def fully(rank: int, world: int) -> None:
         model(x)
 
 
+class Recomputed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+def recomputed(rank: int, world: int) -> None:
+    """Sharded parts that the model's forward checkpoints, or that are wrapped so after they were sharded."""
+    results = []
+    for of in (torch_fsdp, here.fsdp):
+        for wraps in (False, True):
+            torch.manual_seed(0)
+            parts = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+            model: Any = (nn.Sequential if wraps else Recomputed)(*parts, nn.Linear(6, 4)).double()
+            for module in (*model[:2], model):
+                of.fully_shard(module)
+            if wraps:
+                apply_activation_checkpointing(model, check_fn=parts.__contains__)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+            losses = []
+            for step in range(2):
+                x, y = batch(step, rank)
+                (loss := F.cross_entropy(model(x), y)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            results.append([*losses, *(p.full_tensor() for p in model.parameters())])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-12)
+
+
 def powerSGD_hook(state: Any, bucket: Any) -> Any: ...
 
 
@@ -525,6 +559,7 @@ def on_two(rank: int, world: int) -> None:
     strategies(rank, world, {})
     hooked(rank, world)
     fully(rank, world)
+    recomputed(rank, world)
     scheduled(rank, world)
     as_torchs(rank, world)
 

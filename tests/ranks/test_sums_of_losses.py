@@ -273,10 +273,10 @@ def refused(rank: int, world: int) -> None:
         optimizer.load_state_dict(of_another(states))
     with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
         (loss_of(prepared, 1) ** first.square().mean()).backward()
-    loss = loss_of(prepared, 1) + loss_of(prepared, 2)
-    with pytest.raises(ValueError, match=r"is a sum(.|\n)*torch.cat"):
+    loss = loss_of(prepared, 1) + first.square().mean()
+    with pytest.raises(ValueError, match=r"one and its parameters(.|\n)*is a sum"):
         torch.exp(loss)
-    with pytest.raises(ValueError, match=r"is a sum(.|\n)*torch.cat"):
+    with pytest.raises(ValueError, match=r"one and its parameters(.|\n)*is a sum"):
         loss.pow(2)
     with pytest.raises(TypeError, match=r"create_graph=True(.|\n)*without pipe"):
         torch.autograd.grad(loss_of(prepared, 1), [first], create_graph=True)

@@ -52,6 +52,7 @@ from espalier.engine.surface import bound
 from espalier.layout import Shard
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
+from espalier.torch_private import current_graph_task_id
 from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {
@@ -390,7 +391,7 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Through the engine; within it, the module's own."""
         of = self._fully
-        if of.is_inside:
+        if of.is_inside or current_graph_task_id() != -1:  # a backward pass calls what it computes once more
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return of.called(self, args, kwargs)
 
