@@ -77,7 +77,8 @@ class Awaited(Kept):
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
         self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
-        self._leaf: torch.Tensor | None = None
+        # in the loss of another call: after how many writes, what it was then, and its value
+        self._met: tuple[int, Awaited, torch.Tensor] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -315,18 +316,22 @@ class Awaited(Kept):
                 self._known = evaluated(self, {}, self._source.value)
         return self._known
 
-    def _as_leaf(self) -> torch.Tensor:
-        """Its value, in the loss of another call of the model, where it gets a gradient.
+    def _as_leaf(self, source: Source) -> torch.Tensor:
+        """Its value now, in the loss of another call of the model, where it gets a gradient.
 
         Raises:
             ValueError: it is no tensor.
         """
-        if self._leaf is None:
-            value = full_tensor(self.value())
+        writes = len(self._source.writes)
+        if self._met is None or self._met[0] != writes:
+            now = _kept(torch.clone, (self,), {})  # it may be written to later
+            value = full_tensor(now.value())
             if not isinstance(value, torch.Tensor):
                 raise ValueError(_SEVERAL)
-            self._leaf = value.detach().requires_grad_()
-        return self._leaf
+            self._met = writes, now, value.detach().requires_grad_()
+        _, now, leaf = self._met
+        source.made_by[id(leaf)] = now
+        return leaf
 
     def item(self) -> Any:
         """Its one number."""
@@ -426,7 +431,8 @@ class Awaited(Kept):
             TypeError: others may share it, and a loss is computed on each micro-batch; or another call of the
                 model is written into it.
         """
-        if self._is_used or not (self._is_own or self._has_own_memory()):
+        args, kwargs = self._writable(args, kwargs)
+        if self._may_be_shared():
             return self._write_in_order(func, args, kwargs)
         made = _kept(func, (self._before(), *args), kwargs)
         if isinstance(made, Awaited):
@@ -443,14 +449,25 @@ class Awaited(Kept):
     ) -> Awaited:
         """What is made of its memory later is made after the call, and what was made before it, before."""
         made = _kept(func, (self, *args), kwargs) if self._source.is_whole else None
-        if not isinstance(made, Awaited) or made._source is not self._source:
-            raise TypeError(
-                "What a pipeline has yet to compute is written to, and others were made of it, or it is a "
-                "part of something, the model's output say. Make a new one: x = x.clone() first, or call "
-                "what gives one (torch.where, the function without the underscore)."
-            )
+        if not isinstance(made, Awaited):
+            raise TypeError(_WRITTEN)
         self._source.writes.append(made)
         return self
+
+    def _writable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of a call that writes to it, as of its own call of the model.
+
+        Raises:
+            TypeError: gradients would go back through them to another call, and go through it to none.
+        """
+        awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+        if any(x._source is not self._source and x._wants_grad() for x in awaited) and not self._wants_grad():
+            raise TypeError(_WRITTEN)
+        return _in_call(self._source, args, kwargs)
+
+    def _may_be_shared(self) -> bool:
+        """Whether others may hold its memory, who would see what is written to it."""
+        return self._is_used or not (self._is_own or self._has_own_memory())
 
     def _has_own_memory(self) -> bool:
         """Whether it surely shares no memory with what it was made of."""
@@ -474,18 +491,16 @@ def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., An
 
 
 def _in_place_operator(name: str) -> Callable[..., Any]:
-    func, in_place = getattr(operator, name), getattr(operator, f"i{name}")
-
     def written(self: Awaited, other: Any) -> Any:
-        if self._source.is_whole and not _is_number(self) and (self._is_used or not self._has_own_memory()):
-            return self._write_in_order(in_place, (other,), {})
-        return func(self, other)  # the name is the sum's from now on
+        if self._source.is_whole and not _is_number(self) and self._may_be_shared():
+            return self._write_in_order(getattr(operator, name), *self._writable((other,), {}))
+        return _IN_PLACE[name](self, other)  # the name is the sum's from now on
 
     return written
 
 
-for _name in "add sub mul truediv floordiv mod pow".split():
-    setattr(Awaited, f"__i{_name}__", _in_place_operator(_name))
+for _name in _IN_PLACE:
+    setattr(Awaited, _name, _in_place_operator(_name))
 for _name in "add sub mul truediv floordiv mod pow matmul".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, _name), swaps=True))
@@ -678,31 +693,40 @@ def _beside(x: Any) -> Any:
 def _of_one_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], awaited: Sequence[Awaited]
 ) -> tuple[Sequence[Any], Mapping[str, Any], list[Awaited]]:
-    """Arguments that hang on one call of the model: what others give are values.
+    """Arguments that hang on one call of the model, the latest."""
+    sought = [x for x in awaited if x._wants_grad()] or awaited
+    args, kwargs = _in_call(max((x._source for x in sought), key=lambda of: of.number), args, kwargs)
+    return args, kwargs, leaves([args, kwargs], Awaited, SOUGHT)
+
+
+def _in_call(
+    source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that hang on this call of the model: what others give are values.
 
     Through a value gradients go back to its own call when the loss has.
 
     Raises:
         ValueError: they would, and a loss is computed on a part of the rows alone.
     """
-    sought = [x for x in awaited if x._wants_grad()] or awaited[-1:]
-    source = sought[-1]._source
-    if any(x._source is not source for x in sought):
-        if any(x._source.is_own or not x._source.is_whole for x in sought):
+    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+    wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
+    others = [of for of in wanting if of is not source]
+    if others:
+        if not all(of.is_whole for of in (source, *others)):
             raise ValueError(_SEVERAL)
         warnings.warn(_SLOW, stacklevel=user_frame()[0])
+        # buffers are written to in the order of the calls
+        for of in sorted((source, *others), key=lambda of: of.number):
+            if of is not source or any(of.number < other.number for other in others):
+                of.value()
 
     def inner(x: Any) -> Any:
         if not isinstance(x, Awaited) or x._source is source:
             return x
-        if not x._wants_grad():
-            return x.value()
-        leaf = x._as_leaf()
-        source.made_by[id(leaf)] = x
-        return leaf
+        return x._as_leaf(source) if x._wants_grad() else x.value()
 
-    args, kwargs = (tree_map(inner, x, SOUGHT) for x in (list(args), dict(kwargs)))
-    return args, kwargs, leaves([args, kwargs], Awaited, SOUGHT)
+    return tree_map(inner, list(args), SOUGHT), tree_map(inner, dict(kwargs), SOUGHT)
 
 
 class _Term(NamedTuple):
@@ -992,10 +1016,17 @@ def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | Non
 
 
 _SEVERAL = (
-    "Outputs of two calls of the model meet, or of one and its parameters, and this pipeline computes a loss "
-    "on each micro-batch, or on rows that each rank has of its own. It is made of one call, or is a sum of "
-    "such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both inputs, "
-    "model(torch.cat([a, b])).chunk(2), or plan accumulate = 1. What needs no gradient, detach()."
+    "Outputs of two calls of the model meet, or of one and its parameters. That goes for tensors of calls, "
+    "where a loss is computed on all rows at once: accumulate = 1, and no rows that a rank has of its own. "
+    "Else it is made of one call, or is a sum of such losses and of penalties, loss_a + 0.5 * loss_b + "
+    "penalty: call the model on both inputs, model(torch.cat([a, b])).chunk(2). What needs no gradient, "
+    "detach()."
+)
+_WRITTEN = (
+    "What a pipeline has yet to compute is written to, and others were made of it, or it is a part of "
+    "something, the model's output say; or what has a gradient in another call of the model is written into "
+    "it. Make a new one: x = x.clone() first, or call what gives one (torch.where, the function without the "
+    "underscore)."
 )
 _SLOW = (
     "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "
@@ -1006,7 +1037,7 @@ _PARTS = (getattr, operator.getitem)
 # what calls are mostly of: not asked whether they draw, or do something beside giving a value
 _ONLY_COMPUTE = frozenset(
     [
-        *(getattr, operator.getitem),
+        *_PARTS,
         *(getattr(operator, name) for name in "add sub mul truediv neg pow".split()),
         *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.kl_div),
         *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.log_softmax, F.softmax),

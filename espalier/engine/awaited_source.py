@@ -20,6 +20,7 @@ class Source(Protocol):
         calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
             loss, what they are values of, by ``id``.
+        number: of the calls of the model, the which it is.
         writes: the program's calls that write to what others may share.
     """
 
@@ -29,6 +30,7 @@ class Source(Protocol):
     calls: Iterator[int]
     made_by: dict[int, Any]
     writes: list[Any]
+    number: int
 
     @property
     def device(self) -> torch.device: ...

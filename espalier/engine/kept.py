@@ -185,7 +185,7 @@ def evaluated(
     )
     for one in sorted(needed, key=lambda one: -1 if one._step is None else one._step.number):
         if (value := known(one)) is None and (step := one._step) is None:
-            value = mapped(_clone, output()) if writes else output()
+            value = cloned(output()) if writes else output()
         elif value is None and step is not None:
             if one._is_drawn and not fresh and not on_meta:
                 raise TypeError(
@@ -213,8 +213,9 @@ def evaluated(
     return values[id(of)]
 
 
-def _clone(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else x
+def cloned(tree: Any) -> Any:
+    """The same, of tensors that may be written to."""
+    return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def without_data(x: torch.Tensor) -> torch.Tensor:

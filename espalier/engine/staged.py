@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
+from espalier.engine.kept import cloned
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.own_graphs import beside
@@ -34,7 +36,7 @@ from espalier.engine.passes import (
     Phase,
 )
 from espalier.engine.seen import Around
-from espalier.engine.staged_output import ModelRun, cloned
+from espalier.engine.staged_output import ModelRun
 from espalier.engine.surface import bound
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
@@ -74,6 +76,7 @@ class Staged(Passes):
         self._dtype: torch.dtype | None = None  # of the loss
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
+        self.numbers: Iterator[int] = itertools.count()  # of calls of the model
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows

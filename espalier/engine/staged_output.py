@@ -24,6 +24,7 @@ from espalier.engine.accumulation import Accumulation
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import marks_of, refuse_changed
+from espalier.engine.kept import cloned
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
@@ -57,6 +58,8 @@ class StagedPasses(Protocol):
     evaluation: Accumulation
     memory: Memory
     beside: Sequence[torch.Tensor]
+
+    numbers: Iterator[int]  # of calls of the model
 
     @property
     def stages(self) -> Stages: ...
@@ -106,6 +109,7 @@ class ModelRun:
         self.has_gone_back, self.made_by = False, made_by
         self.calls: Iterator[int] = count()
         self.writes: list[Any] = []
+        self.number = next(passes.numbers)
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for
@@ -160,8 +164,7 @@ class ModelRun:
             self._passes.keeps_outputs = True
         if self._value is None:
             self._value = self._computed()
-        # what a program keeps may write to it
-        return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, self._value)
+        return cloned(self._value)  # what a program keeps may write to it
 
     def shapes(self) -> Any:
         """What the model gives, its tensors on ``meta``: as it gave for inputs like these before.
@@ -504,11 +507,6 @@ def _settings(model: torch.nn.Module) -> Hashable:
     held = [config for m in model.modules() if hasattr(config := vars(m).get("config"), "__dict__")]
     said = {id(config): vars(config).items() for config in held}
     return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
-
-
-def cloned(inputs: Any) -> Any:
-    """Inputs that were made in inference mode, for what is told of writes by versions."""
-    return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
 
 
 def _like(x: Any) -> Any:

@@ -94,13 +94,32 @@ def views(lay: Lay) -> list[Any]:
     for step in range(3):
         x, _ = batch(step)
         a, b = (F.normalize(model(x + shift), dim=1) for shift in (0.1, -0.2))
-        loss = F.cross_entropy(a @ b.t() * scale, torch.arange(len(x)))
+        logits = a @ b.t() if step != 1 else b @ a.t()
+        loss = F.cross_entropy(logits * scale, torch.arange(len(x)))
         if step:
             far = model(x.flip(0))
             loss = loss + F.triplet_margin_loss(a, b, far, margin) - 0.1 * a.std(0).mean() * far.std()
             out.append(loss.item())
         out.append(stepped(loss, optimizer).item())
     return [*out, *model.parameters(), *model.buffers(), scale]
+
+
+def rescaled(lay: Lay) -> list[Any]:
+    """What has met another call is written to, and meets it again: each time it is what it was then."""
+    model, out = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), net(8, 4)), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, _ = batch(step)
+        far, near = model(-x) + 1.0, model(x)
+        loss = (far - near).square().mean()
+        far.mul_(2.0)
+        loss = loss + (far + near.square()).square().mean()
+        far[:, :2] = 0.5
+        both = far.clone() if step else near.clone()
+        both.add_(near if step else far)
+        loss = loss + both.square().mean()
+        out.append(stepped(loss + (far - near.tanh()).abs().mean(), optimizer).item())
+    return [*out, *model.parameters(), *model.buffers()]
 
 
 def meetings(lay: Lay) -> list[Any]:
@@ -123,7 +142,7 @@ def meetings(lay: Lay) -> list[Any]:
 
 def meet(rank: int, world: int) -> None:
     plans = [{"pipe": 2}] if world == 2 else [{"pipe": 2, "tensor": 2}, {"pipe": 2, "data": 2, "zero": 3}]
-    for program in (views, meetings):
+    for program in (views, rescaled, meetings):
         compare(program, [(plan, {}) for plan in plans], TOLERANCE)
     if world == 2:
         model = net(6, 4)
@@ -131,6 +150,11 @@ def meet(rank: int, world: int) -> None:
         x = batch(0)[0].float()
         with pytest.raises(ValueError, match=r"two calls of the model meet(.|\n)*accumulate = 1"):
             model(x) @ model(-x).t()
+        model = net(6, 4)
+        model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2})
+        for kept in (model(x).detach(), model(x).detach() * 2):
+            with pytest.raises(TypeError, match=r"another call of the model(.|\n)*Make a new one"):
+                kept.add_(model(-x))
 
 
 @pytest.mark.filterwarnings("ignore:Outputs of two calls of the model meet in a loss")
