@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import sys
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -594,6 +595,42 @@ def when_world_ends(call: Callable[[], None]) -> None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call at the end of the backward pass that is under way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """While open, distributions do not look at their arguments, unless they are told to."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
+@contextmanager
+def as_in_backward(has_gradient: Callable[[Any], bool]) -> Iterator[None]:
+    """While open, hooks on gradients are called as within a backward pass that gives parameters theirs.
+
+    ``torch.autograd.graph.register_multi_grad_hook`` asks which pass it is, and whose gradients will come.
+    """
+    if current_graph_task_id() != -1:
+        yield
+        return
+    number = -2 - time.monotonic_ns()
+    asked: dict[str, Callable[..., Any]] = {
+        "_current_graph_task_id": lambda: number,
+        "_will_engine_execute_node": lambda node: has_gradient(getattr(node, "variable", None)),
+    }
+    held = {name: getattr(torch._C, name) for name in asked}
+    try:
+        for name, answer in asked.items():
+            setattr(torch._C, name, answer)
+        yield
+    finally:
+        for name, was in held.items():
+            setattr(torch._C, name, was)
 
 
 # ---- functions of torch that are wrapped: those that don't ask ``__torch_function__``

@@ -1,8 +1,8 @@
 """Nested containers: what is in them, and the same containers with other things in them.
 
 What a walk opens is the same everywhere: tuples, lists and dicts, of any class. ``torch.Size`` is one value.
-More is opened where it is asked for: slices and dataclasses (``sought``), objects of other classes
-(``objects``), what torch's own functions open (:func:`flatten`).
+More is opened where it is asked for: slices, dataclasses and torch's distributions (``sought``), objects of
+other classes (``objects``), what torch's own functions open (:func:`flatten`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
 from espalier.torch_private import pytree
 
@@ -82,6 +84,8 @@ def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | Non
         return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
     if kind is slice:
         return slice(*[tree_map(fn, x, sought) for x in (tree.start, tree.stop, tree.step)])
+    if isinstance(tree, Distribution):
+        return _distribution_of(tree, {name: tree_map(fn, x, sought) for name, x in _arguments(tree).items()})
     other = copy.copy(tree)
     for field in dataclasses.fields(tree):
         object.__setattr__(other, field.name, tree_map(fn, getattr(tree, field.name), sought))
@@ -118,10 +122,65 @@ def _inner(tree: Any, sought: tuple[type, ...] | None) -> Iterable[Any] | None:
 
 
 def _is_record(x: Any) -> bool:
+    if isinstance(x, Distribution):
+        return bool(_arguments(x))
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
+def _arguments(of: Distribution) -> dict[str, Any]:
+    """What a distribution of torch is made of, by the names by which its attributes have it; {} if not known.
+
+    Of several parameters that say the same (``probs``, ``logits``) the one that it was made of.
+    """
+    if not type(of).__module__.startswith("torch.distributions."):
+        return {}
+    held, found = vars(of), dict[str, Any]()
+    for name, given in inspect.signature(type(of)).parameters.items():
+        attribute = next((a for a in (name, f"_{name}", _RENAMED.get(name)) if a in held), None)
+        if name == "validate_args":
+            continue
+        if attribute is not None:
+            found[attribute] = held[attribute]
+        elif given.default is given.empty:
+            if not isinstance(getattr(type(of), name, None), property):
+                return {}
+            found[name] = getattr(of, name)
+    for names in _ALIKE:
+        among = [name for name in names if name in found]
+        made_of = [name for name in among if found[name] is held.get("_param")] or among
+        for name in among:
+            if name != made_of[0]:
+                del found[name]
+    return found
+
+
+def _distribution_of(like: Distribution, arguments: Mapping[str, Any]) -> Any:
+    """The same distribution of others; what stands for one, where something stands for a tensor."""
+    if all(map(_is_value, arguments.values())):
+        named = {_NAMES.get(name, name.removeprefix("_")): x for name, x in arguments.items()}
+        return type(like)(**named, validate_args=False)
+    other = copy.copy(like)
+    for name, x in arguments.items():
+        if name in _ALIKE[0] and "_param" in vars(like):
+            vars(other)["_param"] = x
+        vars(other)[name] = x
+    return other
+
+
+def _is_value(x: Any) -> bool:
+    if isinstance(x, Distribution):
+        return all(map(_is_value, _arguments(x).values()))
+    return isinstance(x, torch.Tensor | int | float | list)
+
+
+_ALIKE = ("probs", "logits"), ("scale_tril", "covariance_matrix", "precision_matrix")
+_RENAMED = {"base_distribution": "base_dist"}
+_NAMES = {attribute: name for name, attribute in _RENAMED.items()}
+
+
 def _fields(record: Any) -> list[Any]:
+    if isinstance(record, Distribution):
+        return [*_arguments(record).values()]
     return [getattr(record, field.name) for field in dataclasses.fields(record)]
 
 

@@ -725,6 +725,8 @@ class Drawing(DispatchMode):
                 "one another must follow from shapes. Give the padded sequence and a mask, or train under a "
                 "plan without pipe."
             )
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # as what is saved for the backward pass is taken off the device
         with raw():
             args, kwargs = _all_without_data(func, args, kwargs)
             # how often these draw hangs on values: where these are known, they are the same again

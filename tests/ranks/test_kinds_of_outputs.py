@@ -162,11 +162,51 @@ def asserted(lay: Lay) -> list[Any]:
     return [out.sum().item()]
 
 
+class Policy(nn.Module):
+    """Gives distributions of torch's, of several kinds, and a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, Any, Any, torch.Tensor]:
+        a, b, c, value = self.head(self.body(x)).split((3, 2, 2, 1), 1)
+        return (
+            torch.distributions.Categorical(logits=a),
+            torch.distributions.Normal(b, F.softplus(c)),
+            torch.distributions.Independent(torch.distributions.Normal(c, 1.0), 1),
+            value.squeeze(1),
+        )
+
+
+def policies(lay: Lay) -> list[Any]:
+    """A policy's gradient, and a code's divergence from a prior."""
+    model, out = Policy(), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+    for step in range(3):
+        x, _ = batch(step)
+        with torch.no_grad():
+            action = model(x)[0].sample()
+        choice, code, joint, value = model(x)
+        assert isinstance(choice, torch.distributions.Categorical)
+        gain = (x[:, 0] - value.detach()) * choice.log_prob(action)
+        loss = (value - x[:, 0]).square().mean() - gain.mean() - 0.1 * choice.entropy().mean()
+        loss = loss + torch.distributions.kl_divergence(code, prior).sum(1).mean()
+        loss = loss - 0.1 * joint.log_prob(x[:, :2]).mean() + 0.1 * code.mean.square().mean()
+        out += [stepped(loss, optimizer).item(), action.double()]
+        with torch.no_grad():
+            out += [model(x)[1].stddev, model(x)[0].probs]
+    return [*out, *model.parameters()]
+
+
 def compared(rank: int, world: int) -> None:
     for kind in KINDS:
         program = partial(kinds, kind)
         program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
         compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
+    compare(policies, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
     for whole in (handed_on, hard_rows, asserted):
         compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 

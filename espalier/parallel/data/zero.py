@@ -46,6 +46,7 @@ from espalier.tensor.dry_runs import unseen
 from espalier.tensor.rules.meta import of_dtensors
 from espalier.tensor.waiting import Seen, WaitingHooks
 from espalier.torch_private import (
+    as_in_backward,
     getter,
     gradient_hooks,
     method,
@@ -373,8 +374,15 @@ class ZeroState:
         Args:
             seen: gives what a program finds in ``p.grad``.
         """
-        for p, hooks in self._waiting:
-            hooks.hand(p, seen)
+        parameters = {id(p): p for p, _ in self._waiting}
+
+        def has_gradient(x: Any) -> bool:
+            p = parameters.get(id(x))
+            return p is None or seen(p) is not None
+
+        with as_in_backward(has_gradient):
+            for p, hooks in self._waiting:
+                hooks.hand(p, seen)
 
     def tell_of_gradients(self, seen: Seen = attrgetter("grad")) -> None:
         """Call the hooks that wait until parameters have finished gradients."""

@@ -405,7 +405,8 @@ class Divided:
         reads = unit.call is None and done.read
         step = ProgramStep(func, name_of(func), done.args, done.kwargs, done.out, state, reads)
         step.answers = self.trace.answered(unit.start, unit.call)
-        step.meets = self.trace.meets_ranks(unit.start, unit.end)
+        has_barrier = unit.call is not None and unit.call.name in self.trace.meets
+        step.meets = has_barrier or self.trace.meets_ranks(unit.start, unit.end)
         return step
 
 

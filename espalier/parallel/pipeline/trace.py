@@ -56,7 +56,7 @@ from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
-from espalier.tensor.rules.across_ranks import as_if_all_had_it, meets_ranks
+from espalier.tensor.rules.across_ranks import as_if_all_had_it, barriers_passed, meets_ranks
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DataDependentOutputException,
@@ -69,6 +69,7 @@ from espalier.torch_private import (
     forget_backward_hooks,
     own_buffers,
     own_parameters,
+    unchecked_distributions,
     version_of,
 )
 from espalier.trees import tensors_in
@@ -272,7 +273,8 @@ def _recorded(
     recorder, batch = _Recorder(twin, device, fake, whole, is_watched), twin.extra
     recorder.begin(batch)
     before = None if is_watched else Generators()
-    with _calls_seen(recorder.module), recorder.worked, recorder:
+    seen = _calls_seen(recorder.module), barriers_passed(recorder.passed), unchecked_distributions()
+    with seen[0], seen[1], seen[2], recorder.worked, recorder:
         try:
             out = called(twin.module, batch)
         except _Hidden as error:  # of a model with a __call__ of its own, which no call of a module encloses
@@ -410,6 +412,11 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._watch_python()
             self._path.pop()
+
+    def passed(self) -> None:
+        """A barrier was come to: by the module whose forward goes on here, and those around it."""
+        self._meets = True
+        self.trace.meets |= {self.trace.calls[i].name for i in self._path}
 
     def _watch_python(self) -> None:
         """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ _OTHERS = {
     "all_to_all": "output_tensor_list",
     "all_to_all_single": "output",
 }
+_BARRIERS = ("barrier", "monitored_barrier")
 _OF_TWO = ("send", "isend", "recv", "irecv")
 _ALIKE = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
@@ -119,6 +121,34 @@ class AllHaveIt(TorchFunctionMode):
     ) -> Any:
         call = partial(as_if_all_had_it, func) if meets_ranks(func) else func
         return call(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self._passed = barriers_passed()
+        self._passed.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._passed.__exit__(*raised)
+
+
+@contextmanager
+def barriers_passed(seen: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """While open, nobody waits at barriers of torch.distributed; ``seen`` is told of each."""
+
+    def passed(*args: Any, async_op: bool = False, **kwargs: Any) -> Ended | None:
+        seen()
+        return Ended() if async_op else None
+
+    places = [(module, name) for module in (dist, dist.distributed_c10d) for name in _BARRIERS]
+    held = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+    try:
+        for module, name, _ in held:
+            setattr(module, name, passed)
+        yield
+    finally:
+        for module, name, was in held:
+            setattr(module, name, was)
 
 
 def meets_ranks(func: Any) -> bool:
