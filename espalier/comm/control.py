@@ -283,6 +283,29 @@ class Board:
         return message
 
 
+class Ballot:
+    """Whether all ranks of a mesh come to one thing: who does not knows nothing of it, and nobody else waits.
+
+    All ranks of the mesh make it. It stands in no ledger.
+    """
+
+    def __init__(self, mesh: Mesh, about: str) -> None:
+        store, number = _talk(mesh, about)
+        self._store, self._ranks = dist.PrefixStore(str(number), store), mesh.size()
+
+    def all_come(self, to: str, within: timedelta) -> bool:
+        """Whether all have come in time; those that have come hear the same."""
+        place = f"{to}/all"
+        if self._store.add(f"{to}/ranks", 1) == self._ranks:
+            self._store.compare_set(place, "", "yes")
+        else:
+            try:
+                self._store.wait([place], within)
+            except RuntimeError:  # it is too late
+                self._store.compare_set(place, "", "no")
+        return bytes(self._store.get(place)) == b"yes"
+
+
 class Answers:
     """What ranks leave for others, which wait for it; who goes on is known to have left all that it will.
 

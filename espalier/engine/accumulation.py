@@ -72,6 +72,7 @@ class Accumulation:
         # along axes of a grid, and of experts, weights are cut, too
         data = tuple(a for a in axes if mesh.names[a] in ("data", "replicate"))
         self._watcher = Counting(axes, data)
+        self._adds = False
         self._pending: list[Number] = []
         self.reset()
 
@@ -114,6 +115,8 @@ class Accumulation:
         Raises:
             ValueError: that cannot be known.
         """
+        if self._adds:
+            return forward(batch), None
         if self._count is None:
             self._watcher.rows = max((x.shape[0] for x in tensors_in(batch) if x.ndim), default=0)
             with watching(self._watcher):
@@ -123,21 +126,25 @@ class Accumulation:
         return loss, None if self._count == "sum" else self._counted(self._count, batch)
 
     @contextmanager
-    def of_one_call(self, numbers: Iterable[torch.Tensor]) -> Iterator[None]:
+    def of_one_call(self, numbers: Iterable[torch.Tensor], adds: bool = False) -> Iterator[None]:
         """While open, micro-batches are parts of one call, which was given these numbers: they are of all.
 
         Sums that are divided by one of them are to be added up.
+
+        Args:
+            adds: whether losses are to be added up, whatever they are.
         """
-        self._watcher.of_all = [x for x in numbers if not x.ndim]
+        self._watcher.of_all, self._adds = [x for x in numbers if not x.ndim], adds
         try:
             yield
         finally:
-            self._watcher.of_all = []
+            self._watcher.of_all, self._adds = [], False
 
     @property
     def followed(self) -> Followed | None:
         """The values of a forward pass that :meth:`counted` looks at."""
-        return Followed(self._watcher, _is_marked, mean_on_one_rank) if self._count is None else None
+        looks = self._count is None and not self._adds
+        return Followed(self._watcher, _is_marked, mean_on_one_rank) if looks else None
 
     def check(self) -> None:
         """Before a micro-batch's backward pass.

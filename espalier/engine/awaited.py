@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.distributions import Distribution, kl_divergence
+from torch.distributions.kl import register_kl
 
 from espalier.comm import all_reduce
 from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.changed import marks_of
-from espalier.engine.going_back import hand_on, leaves_beside, of_rows, replayed
+from espalier.engine.going_back import gone_back, hand_on
 from espalier.engine.kept import (
     SOUGHT,
     UNKNOWN,
@@ -39,9 +41,10 @@ from espalier.engine.kept import (
     with_writes,
     without_data,
 )
+from espalier.engine.observing import Observers, Place
 from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
-from espalier.parallel.pipeline.record import TorchState
+from espalier.parallel.pipeline.record import Arguments, TorchState
 from espalier.parallel.pipeline.trace import statistics
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
@@ -49,7 +52,7 @@ from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.observers import program_asks_kind, user_frame
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
-from espalier.torch_private import all_given, asserts, memory_id, raw
+from espalier.torch_private import FORWARD_HOOKS, all_given, asserts, memory_id, raw, version_of
 from espalier.trees import leaves, tree_map
 
 _STORED = frozenset("layout is_sparse is_quantized is_nested".split())
@@ -79,6 +82,8 @@ class Awaited(Kept):
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
         # in the loss of another call: after how many writes, what it was then, and its value
         self._met: tuple[int, Awaited, torch.Tensor] | None = None
+        self._seen_at: Place | None = None  # where a hook has taken it
+        self._retained: torch.Tensor | None = None  # its gradient
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,6 +124,8 @@ class Awaited(Kept):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "grad" and self._seen_at is not None:
+            return self._retained
         will_be = self._will_be()
         if self._step is None and (constant := _constant(getattr, will_be, name)) is not UNKNOWN:
             return constant
@@ -149,6 +156,13 @@ class Awaited(Kept):
         Raises:
             TypeError: it cannot be called of the whole gradient here.
         """
+        place = self._seen_at
+        if place is not None and name == "retain_grad":
+            name, hook = "register_hook", partial(setattr, self, "_retained")
+        if place is not None and name == "register_hook" and hook is not None:
+            kept = Hook(hook)
+            self._source.told.setdefault(place, []).append(kept)
+            return kept
         if name != "register_hook" or hook is None or self._is_used or not self._source.is_whole:
             raise TypeError(
                 f"x.{name}(...) of what a pipeline has yet to compute: its gradient is on the ranks of the "
@@ -190,7 +204,7 @@ class Awaited(Kept):
 
     def _asked(self, name: str, ask: Callable[[Any], Any], kept: Callable[[], Any]) -> Any:
         """What can be said of a tensor without its value; kept if each micro-batch says another thing."""
-        if name in _OF_ROWS and not self._source.is_whole:
+        if name in _OF_ROWS and not self._source.is_whole and self._seen_at is None:
             return kept()
         shapes = self._shapes()
         if shapes is UNKNOWN and name in _OF_KIND and isinstance(value := self.value(), torch.Tensor):
@@ -278,14 +292,9 @@ class Awaited(Kept):
     def _go_back(self, retain_graph: bool | None) -> None:
         calls = with_writes(self, Kept._made_of)
         refuse_written(calls)
-        of_loss, inputs = captured(calls), self._source.wanting()
-        beside = leaves_beside(of_loss, inputs, self._source)
-        by_row, beside_rows = of_rows(self, [x for x in of_loss if id(x) not in beside])
-        loss = partial(replayed, self, beside_rows, [*by_row], beside)
-        draws = any(one._is_drawn for one in calls)
-        made_by = self._source.made_by
+        of_loss, inputs, made_by = captured(calls), self._source.wanting(), self._source.made_by
         with self._source.together() if made_by else nullcontext():
-            self._known = self._source.train([*by_row.values()], loss, beside, draws)
+            self._known, beside = gone_back(self, calls, of_loss, inputs)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
             hand_on(stood_for, beside, retain_graph, self._only)
         self._source.share([x for one in calls if not one._has_counted for x in one._statistics()])
@@ -431,6 +440,8 @@ class Awaited(Kept):
             TypeError: others may share it, and a loss is computed on each micro-batch; or another call of the
                 model is written into it.
         """
+        if self._seen_at is not None:
+            raise TypeError(_LOOKS)
         args, kwargs = self._writable(args, kwargs)
         if self._may_be_shared():
             return self._write_in_order(func, args, kwargs)
@@ -481,6 +492,14 @@ class Awaited(Kept):
         return is_known and all(memory_id(x) != own for x in every)
 
     __hash__ = object.__hash__
+
+
+def _divergence(p: Any, q: Any) -> Any:
+    return _kept(kl_divergence, (p, q), {})
+
+
+for _kinds in ((Awaited, Distribution), (Distribution, Awaited), (Awaited, Awaited)):  # it goes by type()
+    register_kl(*_kinds)(_divergence)
 
 
 def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., Any]:
@@ -569,6 +588,56 @@ def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
         return value
 
     return tree_map(enter, inputs, SOUGHT), made_by
+
+
+def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
+    """Call the program's hooks on modules that look, with what they see of a call of the model.
+
+    Raises:
+        TypeError: one writes to that.
+    """
+    if torch.is_grad_enabled() and not call.is_own:
+        warnings.warn(_SEEN, stacklevel=user_frame()[0])
+    args, named = _arguments(inputs)
+    for hook in observers.of_model(FORWARD_HOOKS[0]):
+        given = (args, named) if hook.takes_named(observers.module) else (args,)
+        observers.call(hook, given)
+    for sight in call.sights:
+        tensors = leaves(sight.args, torch.Tensor)
+        stand: dict[int, Any] = {}
+        stand |= {id(x): _seen(call, x, Place(sight.hook, sight.call, i)) for i, x in enumerate(tensors)}
+        versions = [version_of(x) for x in tensors]
+        observers.call(sight.hook, tree_map(partial(_stood_for, stand), sight.args, SOUGHT))
+        if versions != [version_of(x) for x in tensors]:
+            raise TypeError(_LOOKS)
+    for hook in observers.of_model(FORWARD_HOOKS[1]):
+        took = (args, named) if hook.takes_named(observers.module) else (args,)
+        observers.call(hook, (*took, out))
+
+
+def _stood_for(stand: Mapping[int, Any], x: Any) -> Any:
+    return stand.get(id(x), x)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Arguments):
+        return inputs.args, inputs.named
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _seen(call: Source, value: torch.Tensor, place: Place) -> Any:
+    """What a hook gets for a tensor."""
+    if not torch.is_grad_enabled():
+        return value
+    leaf = value.view_as(value)
+    if value.is_floating_point() and not call.is_own:
+        call.made_by[id(leaf.requires_grad_())] = place
+        call.leaves.append(leaf)
+    x = Awaited(call, _step(call, torch.Tensor.view_as, (leaf, leaf), {}))
+    x._known, x._seen_at = value, place
+    return x
 
 
 def _value_of(x: Any) -> Any:
@@ -713,7 +782,7 @@ def _in_call(
     wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
     others = [of for of in wanting if of is not source]
     if others:
-        if not all(of.is_whole for of in (source, *others)):
+        if any(of.is_own for of in (source, *others)):
             raise ValueError(_SEVERAL)
         warnings.warn(_SLOW, stacklevel=user_frame()[0])
         # buffers are written to in the order of the calls
@@ -1017,16 +1086,24 @@ def _give(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | Non
 
 _SEVERAL = (
     "Outputs of two calls of the model meet, or of one and its parameters. That goes for tensors of calls, "
-    "where a loss is computed on all rows at once: accumulate = 1, and no rows that a rank has of its own. "
-    "Else it is made of one call, or is a sum of such losses and of penalties, loss_a + 0.5 * loss_b + "
-    "penalty: call the model on both inputs, model(torch.cat([a, b])).chunk(2). What needs no gradient, "
-    "detach()."
+    "where all ranks give the whole batch: no rows that a rank has of its own. Else it is made of one call, "
+    "or is a sum of such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both "
+    "inputs, model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
 )
 _WRITTEN = (
     "What a pipeline has yet to compute is written to, and others were made of it, or it is a part of "
     "something, the model's output say; or what has a gradient in another call of the model is written into "
     "it. Make a new one: x = x.clone() first, or call what gives one (torch.where, the function without the "
     "underscore)."
+)
+_LOOKS = (
+    "A forward hook writes to what its module gives or is given, and returns nothing. In a pipeline such a "
+    "hook only looks: return what is to be in its place."
+)
+_SEEN = (
+    "Modules have forward hooks, which are called on all ranks with what the modules compute. For that the "
+    "model runs once more, without gradients, each time it is called. Quicker is a forward that returns it; "
+    "or remove() hooks that are not needed any more."
 )
 _SLOW = (
     "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from espalier.engine.observing import Place, Sight
 
 
 class Source(Protocol):
@@ -22,6 +24,9 @@ class Source(Protocol):
             loss, what they are values of, by ``id``.
         number: of the calls of the model, the which it is.
         writes: the program's calls that write to what others may share.
+        sights: what hooks see, once it has its value.
+        told: hooks of gradients of that; ``leaves``: what gets gradients in its place.
+        known_losses: of losses, by what is done in them: whether they were computed on parts of the rows.
     """
 
     is_whole: bool
@@ -31,6 +36,12 @@ class Source(Protocol):
     made_by: dict[int, Any]
     writes: list[Any]
     number: int
+    sights: list[Sight]
+    leaves: list[torch.Tensor]
+    told: dict[Place, list[Callable[[torch.Tensor], Any]]]
+
+    @property
+    def known_losses(self) -> dict[Hashable, bool]: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -55,7 +66,9 @@ class Source(Protocol):
         captured: list[torch.Tensor],
         loss: Callable[[Any, Any], Any],
         beside: Mapping[int, torch.Tensor],
-        draws: bool,
+        draws: bool = False,
+        adds: bool = False,
+        seen: Mapping[Place, tuple[torch.Tensor, int | str | None]] = {},
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; ``loss`` is of outputs and what was captured.
 
@@ -63,7 +76,18 @@ class Source(Protocol):
             beside: leaves in the place of what else is to get gradients, of inputs and of the loss, on all
                 ranks; by ``id``.
             draws: whether the loss draws random numbers.
+            adds: whether the losses of micro-batches are to be added up, whatever they are.
+            seen: gradients of what hooks have seen, and what that is of micro-batches' (:meth:`ways`).
         """
+
+    def ways(self) -> Sequence[int | str | None]:
+        """What each tensor of its :meth:`value`, and of what hooks see, is of those of micro-batches.
+
+        The dim along which they are joined, or ``"mean"`` or ``"sum"``; None: none of these.
+        """
+
+    def tried(self) -> AbstractContextManager[None]:
+        """While open, a pass that fails leaves no trace."""
 
     def sample(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function gives that draws random numbers, of values that no gradient goes back through.

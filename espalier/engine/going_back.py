@@ -1,21 +1,109 @@
-"""The backward pass of a loss that a pipeline computes: the program's calls, done on each micro-batch."""
+"""The backward pass of a loss that a pipeline computes.
+
+The program's calls are done in the last stage, on each micro-batch: so nothing is computed twice. A loss that
+is one of all rows (rows meet, as in contrastive losses, or are taken by their places; outputs of several
+calls do) is none of micro-batches. It is computed of the output's value, on all ranks; and what goes through
+the stages, micro-batch after micro-batch, is its gradient with respect to that (Gao et al., *Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from espalier.engine.accumulation import UnseenCountError
 from espalier.engine.awaited_source import Source
 from espalier.engine.kept import Kept, evaluated
-from espalier.engine.row_order import Beside, beside_rows
-from espalier.tensor import DTensor
+from espalier.engine.observing import Place
+from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
+from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.tensor import DTensor, full_tensor
+from espalier.tensor.observers import user_frame
 
 Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
 
 
-def of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
+def gone_back(
+    of: Kept, calls: Sequence[Kept], of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Leaves]:
+    """Forward and backward of a loss: its value, and the leaves whose gradients are to be handed on.
+
+    Args:
+        calls: all that it is made of, in order.
+        of_loss: the tensors in it beside the output.
+        inputs: those of the model that want gradients.
+    """
+    source, draws = of._source, any(one._is_drawn for one in calls)
+    known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
+    if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
+        refuse_sights(source.is_own or draws)
+    may_be_of_all = (sees or source.is_cut()) and not source.is_own and not draws
+    if not sees and (known.get(form, True) or not may_be_of_all):
+        is_tried = may_be_of_all and form not in known
+        try:
+            with source.tried() if is_tried else nullcontext():
+                out = _by_parts(of, calls, of_loss, inputs, draws, is_tried)
+        except (RowsMeetError, UnseenCountError):  # on all ranks
+            if not is_tried:
+                raise
+            warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
+            known[form] = False
+        else:
+            known[form] = True
+            return out
+    return _of_all(of, calls, of_loss, inputs)
+
+
+def refuse_sights(is_refused: bool) -> None:
+    """See that gradients go back through what hooks have seen.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if is_refused:
+        raise ValueError(
+            "The loss hangs on what a forward hook has taken of a module, and draws random numbers, or each "
+            "rank has rows of its own: in a pipeline its gradient does not come to the module then. Let the "
+            "model's forward return it."
+        )
+
+
+def _name(one: Kept) -> Hashable:
+    """Which call it is; of a method, its name."""
+    if one._step is None:
+        return None
+    named = [x for x in one._step.args if isinstance(x, str)]
+    return getattr(one._step.func, "__name__", ""), *named
+
+
+def _by_parts(
+    of: Kept,
+    calls: Sequence[Kept],
+    of_loss: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    draws: bool,
+    is_tried: bool,
+) -> tuple[torch.Tensor, Leaves]:
+    """The calls are done on each micro-batch, in the last stage.
+
+    Raises:
+        RowsMeetError: they are not to be; where it ``is_tried``, that they cannot is one, too.
+    """
+    if not of._source.is_whole and any(one._statistics() for one in calls):
+        raise RowsMeetError("The loss normalizes the batch, of which micro-batches have parts.")
+    beside = _leaves_beside(of_loss, inputs, of._source)
+    by_row, rows_beside = _of_rows(of, [x for x in of_loss if id(x) not in beside])
+    loss = partial(_replayed, of, rows_beside, [*by_row], beside, is_tried)
+    return of._source.train([*by_row.values()], loss, beside, draws), beside
+
+
+def _of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
     """Those that micro-batches have parts of, by ``id``, with the batch's rows as their first dim."""
     rows = of._source.rows()
     by_row = {
@@ -28,26 +116,113 @@ def of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Ten
     return by_row, beside
 
 
-def leaves_beside(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
+def _leaves_beside(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
     """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:
-        ValueError: the ranks that make the loss do not have it, or have it in parts.
+        RowsMeetError: they are rows of the batch, of which micro-batches have parts.
+        ValueError: the ranks that make the loss do not have it.
     """
     wanting = [x for x in of_loss if x.requires_grad]
+    _refuse_parts(wanting)
     rows = source.rows() if source.is_cut() else -1
-    if any(
-        type(x) is DTensor or (x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter))
-        for x in wanting
-        if id(x) not in source.made_by
-    ):
-        raise ValueError(
-            "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
-            "model's output, and is not a sum: in a pipeline such things are not where it is computed. Add a "
-            "penalty to the whole loss, or weigh that (loss + penalty, weight * loss); or let the model's "
-            "forward compute it."
-        )
+    in_parts = [x for x in wanting if x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter)]
+    if any(id(x) not in source.made_by or not source.is_whole for x in in_parts):
+        raise RowsMeetError(_MORE)
     return {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
+
+
+def _refuse_parts(wanting: Sequence[torch.Tensor]) -> None:
+    """See that what wants gradients beside the model is whole on all ranks.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if any(type(x) is DTensor for x in wanting):
+        raise ValueError(_MORE)
+
+
+def _of_all(
+    of: Kept, calls: Sequence[Kept], of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Leaves]:
+    """The loss is computed of the output's value on all ranks; its gradient goes through the stages.
+
+    Raises:
+        ValueError: gradients would go back to what is neither rows nor a mean or sum over them.
+    """
+    source = of._source
+    wanting = [x for x in of_loss if x.requires_grad]
+    _refuse_parts(wanting)
+    beside = {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
+    output = mapped(_leaf, source.value())
+    with torch.enable_grad():
+        loss = evaluated(of, beside, lambda: output, fresh=True)
+    loss.backward()
+    for one in calls:
+        one._has_counted = True
+    rows, of_rows, others = source.rows(), dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, bool]]()
+    ways, tensors = source.ways(), leaves(output, torch.Tensor)
+    counts = [len(leaves(sight.args, torch.Tensor)) for sight in source.sights]
+    places = [Place(s.hook, s.call, i) for s, n in zip(source.sights, counts, strict=True) for i in range(n)]
+    of_places = dict(zip(places, ways[len(tensors) :], strict=True))
+    seen: dict[Place, tuple[torch.Tensor, int | str | None]] = {}
+    for x in wanting:
+        if isinstance(place := source.made_by.get(id(x)), Place):
+            grad = beside.pop(id(x)).grad
+            seen |= {} if grad is None else {place: (grad, of_places[place])}
+    for i, x in enumerate(tensors):
+        if (grad := x.grad) is None and seen and x.requires_grad:
+            grad = torch.zeros_like(x)  # what the others are added to
+        if grad is None:
+            continue
+        way = ways[i]
+        if way is None:
+            if not grad.any():
+                continue
+            raise ValueError(_NO_ROWS)
+        if isinstance(way, str):
+            others[i] = grad, way == "mean"
+        else:
+            of_rows[i] = grad.movedim(way, 0).unflatten(0, (rows, -1))
+    if of_rows or others:
+        dtype = next(x.dtype for x in (*of_rows.values(), *(grad for grad, _ in others.values())))
+        share = torch.full((rows,), 1 / max(rows, 1), dtype=dtype, device=source.device)
+        weighed = partial(_weighed, {i: ways[i] for i in of_rows}, others)
+        of_inputs = {id(x): beside[id(x)] for x in inputs}
+        source.train([share, *of_rows.values()], weighed, of_inputs, adds=True, seen=seen)
+    return full_tensor(loss).detach().clone(), beside
+
+
+def _leaf(x: Any) -> Any:
+    """A leaf of that value, which gets a gradient, if it may have one."""
+    is_float = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return x.detach().requires_grad_() if is_float else x
+
+
+def _weighed(
+    dims: Mapping[int, Any],
+    others: Mapping[int, tuple[torch.Tensor, bool]],
+    output: Any,
+    captured: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """A loss of a micro-batch, of which the sum over all has the gradients that the output is to have.
+
+    Args:
+        dims: of the output's tensors that have rows, by their numbers, the dim of these.
+        others: of those without, the gradient, and whether it is shared among micro-batches.
+        captured: the share of each row, and the gradients of those with rows.
+    """
+    tensors, (share, *grads) = leaves(output, torch.Tensor), captured
+    terms = [
+        (tensors[i] * grad.flatten(0, 1).movedim(0, dim)).sum()
+        for (i, dim), grad in zip(dims.items(), grads, strict=True)
+    ]
+    terms += [
+        (tensors[i] * grad).sum() * (share.sum() if is_shared else 1)
+        for i, (grad, is_shared) in others.items()
+    ]
+    total: torch.Tensor = sum(terms[1:], terms[0])
+    return total
 
 
 def hand_on(
@@ -67,11 +242,12 @@ def hand_on(
         sum(weighed[1:], weighed[0]).backward(retain_graph=retain_graph)
 
 
-def replayed(
+def _replayed(
     of: Kept,
     by_row: Beside,
     ids: Sequence[int],
     beside: Leaves,
+    is_tried: bool,
     output: Any,
     captured: Sequence[torch.Tensor],
 ) -> Any:
@@ -80,10 +256,31 @@ def replayed(
     try:
         return evaluated(of, replacements, lambda: output, fresh=True)
     except Exception as error:
-        error.add_note(
-            "This is the program's loss, which a pipeline computes on each micro-batch: on a part of the "
-            "output's rows, and of each tensor that has as many rows as the batch, or that meets them where "
-            "rows of the batch come first (output.view(-1, classes), targets.view(-1)). Keep that order, or "
-            "let the model's forward compute the loss; with accumulate = 1 any loss goes."
-        )
+        if is_tried:
+            raise RowsMeetError(f"{type(error).__name__}: {error}") from error
+        error.add_note(_ON_PARTS)
         raise
+
+
+_ON_PARTS = (
+    "This is the program's loss, which a pipeline computes on each micro-batch: on a part of the "
+    "output's rows, and of each tensor that has as many rows as the batch, or that meets them where "
+    "rows of the batch come first (output.view(-1, classes), targets.view(-1)). Keep that order, or "
+    "let the model's forward compute the loss; with accumulate = 1 any loss goes."
+)
+_MORE = (
+    "The loss holds more of the model, or more of the batch's rows, that wants gradients than the "
+    "model's output, and is not a sum: in a pipeline such things are not where it is computed. Add a "
+    "penalty to the whole loss, or weigh that (loss + penalty, weight * loss); or let the model's "
+    "forward compute it."
+)
+_OF_ALL = (
+    "A loss is one of all rows (rows meet, or are taken by their places), and a pipeline computes losses on "
+    "parts of them. So the model runs twice: for its output, of which the loss is computed on all ranks, and "
+    "for its gradients. Quicker is a loss that is a mean or a sum over rows, or one of the model's forward."
+)
+_NO_ROWS = (
+    "The loss is one of all rows, and hangs on something in the model's output that has none of its own and "
+    "is no mean or sum over them. In a pipeline with accumulate above 1, or where ranks share the rows, let "
+    "the model give rows, or compute the loss in its forward; or plan accumulate = 1."
+)

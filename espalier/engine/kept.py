@@ -220,7 +220,7 @@ def cloned(tree: Any) -> Any:
 
 def without_data(x: torch.Tensor) -> torch.Tensor:
     """A tensor on ``meta`` like one that is given beside the output."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
 SOUGHT = (torch.Tensor, Kept)

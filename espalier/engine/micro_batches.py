@@ -16,6 +16,7 @@ from espalier.comm.control import any_says, gather_objects
 from espalier.comm.dry import values_of
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import loss_of
+from espalier.engine.observing import Observers
 from espalier.engine.passes import ModelCall, Phase, plain_output
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import gradient_layout
@@ -48,6 +49,7 @@ class StageContext(NamedTuple):
         scale: by which the loss is multiplied before the backward pass.
         pulse: is told of each action.
         memory: what modules set, for all ranks.
+        observers: the program's hooks that look at modules.
     """
 
     call: ModelCall
@@ -58,6 +60,7 @@ class StageContext(NamedTuple):
     scale: float
     pulse: Watchdog
     memory: Memory
+    observers: Observers
 
 
 class MicroBatches:
@@ -133,10 +136,12 @@ class MicroBatches:
     def at(self, action: Action) -> None:
         """An action begins: the watch over ranks may ask which."""
         self._of.pulse.action = action
+        self._of.observers.begin(action)
 
     def leave(self) -> None:
         """When all are through."""
         self._of.pulse.action = ""
+        self._of.observers.begin(None)
         ends = self._loss_ends or self._call.loss_begins or self._after
         if ends is not None:
             restore(self._device, ends)
@@ -294,6 +299,16 @@ class Prediction(MicroBatches):
 
     tensors: list[torch.Tensor] | None = None
     output: Any = None
+
+    def __init__(self, of: StageContext, *args: Any, **options: Any) -> None:
+        # a forward may go another way by that (torch's encoders in evaluation): as the program called it
+        self._has_graph = of.call.asked is not None and of.call.asked.grad
+        with torch.set_grad_enabled(self._has_graph):
+            super().__init__(of, *args, **options)
+
+    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
+        with torch.set_grad_enabled(self._has_graph):
+            return super()._called(program, received, inputs, runner)
 
     def _draws_in_loss(self) -> bool:
         return False  # there is none

@@ -44,6 +44,10 @@ _AT_DIM = frozenset("narrow select index_select unbind flip".split())  # the dim
 _IN_PARTS = frozenset("chunk split tensor_split roll".split())  # the dim comes second
 
 
+class RowsMeetError(ValueError):
+    """A loss takes rows of the batch by their places, or has them meet others: it is one of all rows."""
+
+
 class Beside(NamedTuple):
     """Tensors that a loss pairs with the output's rows, though they have not as many, by ``id``.
 
@@ -80,13 +84,13 @@ def beside_rows(of: Kept, rows: int) -> Beside:
         rows: of the batch.
 
     Raises:
-        ValueError: rows are taken by their places in the batch, or meet each other.
+        RowsMeetError: rows are taken by their places in the batch, or meet each other.
     """
     walk = _Walk(rows)
     for one in in_order(of, walk.met):
         walk.see(one)
     if walk.by_place:
-        raise ValueError(
+        raise RowsMeetError(
             f"The loss takes rows of the batch by their places, or has them meet others: {walk.by_place}. In "
             "a pipeline with accumulate above 1 it is computed on each micro-batch, whose rows have other "
             "places. Choose rows by a mask (out[mask], y[mask]), write -1 for how many they are, let the "

@@ -22,10 +22,11 @@ from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
-from espalier.engine.awaited import Awaited, entering
+from espalier.engine.awaited import Awaited, entering, let_look
 from espalier.engine.kept import cloned
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
+from espalier.engine.observing import Observers
 from espalier.engine.own_graphs import beside
 from espalier.engine.passes import (
     Backward,
@@ -80,6 +81,9 @@ class Staged(Passes):
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
+        self.observers = Observers(self.call.module, self.mesh)
+        self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
+        self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
@@ -243,7 +247,7 @@ class Staged(Passes):
         work = MicroBatches(self._context(data), parts, phase, counts=len(parts) > 1)
         for gradients in data.gradients.parts:
             gradients.hold()
-        self._weighs, self._factor = len(parts) > 1, None
+        self._weighs, self._factor, self.last_factor = len(parts) > 1, None, None
         self._is_finished = self._is_known = False
         self.seen.admit()
         self.has_gradients = True
@@ -292,7 +296,16 @@ class Staged(Passes):
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
         entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
-        call = ModelRun(self, entered, rows, made_by)
+        self.observers.take()
+        with self.observers.quiet():
+            call = ModelRun(self, entered, rows, made_by)
+            out = self._called(call)
+        if self.observers.look_forward and not self.mesh.is_dry:
+            self.observers.tell_of_divided(self.stages.split.divided)
+            let_look(call, self.observers, inputs, out)
+        return out
+
+    def _called(self, call: ModelRun) -> Any:
         if not torch.is_grad_enabled():
             return call.value()
         if not self._is_called:
@@ -302,6 +315,8 @@ class Staged(Passes):
                 call.value()  # which shows what it sets
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         self.hide()
+        if self.observers.look_forward and not self.mesh.is_dry:
+            call.value()
         return Awaited(call)
 
     def _on_all_ranks(self, x: Any) -> Any:
@@ -344,7 +359,8 @@ class Staged(Passes):
         scale = 1.0 if self.scaler is None else self.scaler.scale
         parts = data.gradients.parts
         evaluation, pulse = self.evaluation, self.pulse
-        return StageContext(self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory)
+        context = self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory
+        return StageContext(*context, self.observers)
 
     def _run(self, work: MicroBatches, schedule: Schedule) -> None:
         assert self.data is not None
@@ -602,7 +618,7 @@ class Staged(Passes):
             lies = Layout.replicated(self.mesh, ())
             self.loss = stamp(loss.to(self._dtype or torch.float32).clone(), lies)
             if self._weighs:
-                self._factor = torch.where(factor == 0, torch.ones_like(factor), factor)
+                self._factor = self.last_factor = torch.where(factor == 0, torch.ones_like(factor), factor)
         self._is_known = True
 
     # ---- parameters that several stages use

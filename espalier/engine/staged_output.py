@@ -25,6 +25,8 @@ from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import marks_of, refuse_changed
 from espalier.engine.kept import cloned
+from espalier.engine.norm import LossScaler
+from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
@@ -54,6 +56,10 @@ class StagedPasses(Protocol):
     keeps_outputs: bool | None
     output_shapes: dict[Hashable, Any]
     row_dims: dict[Hashable, list[int | None]]
+    known_losses: dict[Hashable, bool]
+    observers: Observers
+    last_factor: torch.Tensor | None
+    scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation
     memory: Memory
@@ -113,6 +119,11 @@ class ModelRun:
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for
+        self._ways: list[int | str | None] = []  # of its tensors, and of those that hooks see
+        self.sights: list[Sight] = []  # what hooks see
+        self.told: dict[Place, list[Callable[[torch.Tensor], Any]]] = {}  # hooks of gradients
+        self.leaves: list[torch.Tensor] = []
+        self._hooks = passes.observers.hooks
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +164,10 @@ class ModelRun:
             raise TypeError(what)
         warnings.warn(f"{what} x.grad stays as it is.", stacklevel=user_frame()[0])
         return [x for x in wanting if not self.is_own and not isinstance(x, DTensor)]
+
+    @property
+    def known_losses(self) -> dict[Hashable, bool]:
+        return self._passes.known_losses
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
@@ -197,7 +212,7 @@ class ModelRun:
             if outputs and isinstance(outputs[0], Exception):
                 raise outputs[0]
             if len(outputs) == len(self._own):
-                return self._joined(outputs, self._own, is_kept=True)
+                return self._joined([(out, []) for out in outputs], self._own, is_kept=True)
         if passes.updates != self._updates:
             raise ValueError(
                 "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
@@ -216,21 +231,31 @@ class ModelRun:
         device = passes.mesh.device()
         with self._looking(), self._as_called():
             begins = states(device)
-            outputs = [passes.output(part) for part in parts]
+            outputs = [self._seen(part) for part in parts]
             if self._state.grad and self._drawn_from is None:
                 self._begins, self._ends = begins, states(device)
         return self._joined(outputs, own, inputs)
 
+    def _seen(self, part: Any) -> tuple[Any, list[Sight]]:
+        """What the model gives for a micro-batch, and what hooks see."""
+        passes = self._passes
+        return passes.observers.looked(lambda: passes.output(part))
+
     def _joined(
-        self, outputs: list[Any], own: list[Own | None], inputs: Any = None, is_kept: bool = False
+        self,
+        outputs: list[tuple[Any, list[Sight]]],
+        own: list[Own | None],
+        inputs: Any = None,
+        is_kept: bool = False,
     ) -> Any:
         """One output, of those of micro-batches; of each the rows that are this rank's.
 
         Which dim of a tensor has the rows, and whether any has, an output of all rows shows, once.
         """
-        rows_of = self._passes.row_dims
-        key = (*self._form_key, *(x.ndim for x in leaves(self._inputs, torch.Tensor)))
-        parts = [leaves(output, torch.Tensor) for output in outputs]
+        passes, rows_of = self._passes, self._passes.row_dims
+        key = (*self._form_key, *(x.ndim for x in leaves(self._inputs, torch.Tensor)), len(outputs[0][1]))
+        trees = [(out, [sight.args for sight in sights]) for out, sights in outputs]
+        parts = [leaves(tree, torch.Tensor) for tree in trees]
         whole: list[torch.Tensor] | None = None
         dims = rows_of.get(key)
         fits = dims is not None and _fit(dims, parts)
@@ -244,26 +269,39 @@ class ModelRun:
             ]
         assert dims is not None
         joined: list[Any] = []
+        ways: list[int | str | None] = []
         for i, dim in enumerate(dims):
             if dim is not None:
+                ways.append(dim)
                 of_parts = [_own_rows(of, x[i], dim) for x, of in zip(parts, own, strict=True)]
                 joined.append(of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim))
             elif len(outputs) == 1:
                 joined.append(parts[0][i])
+                ways.append(None)
             elif is_kept:
                 joined.append(_OfParts())
+                ways.append(None)
             else:  # a loss, say, is to be of all rows
                 whole = self._of_all_rows(inputs) if whole is None else whole
                 joined.append(whole[i])
+                ways.append(_way([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
+        self._ways = ["sum"] * len(ways) if len(outputs) == 1 else ways
         tensors = iter(joined)
-        return mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, outputs[0])
+        whole_tree = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, trees[0])
+        self.sights = [s._replace(args=args) for s, args in zip(outputs[0][1], whole_tree[1], strict=True)]
+        return whole_tree[0]
+
+    def ways(self) -> Sequence[int | str | None]:
+        """What each tensor of its value is of those of micro-batches: see :class:`Source`."""
+        self.value()
+        return self._ways
 
     def _of_all_rows(self, inputs: Any) -> list[torch.Tensor]:
         """The tensors of an output of all rows, made aside."""
         passes = self._passes
         with self._untouched(), self._as_called():
-            whole = passes.output(passes.call.batches.own(inputs)[0] if self.is_own else inputs)
-        return leaves(whole, torch.Tensor)
+            out, sights = self._seen(passes.call.batches.own(inputs)[0] if self.is_own else inputs)
+        return leaves((out, [sight.args for sight in sights]), torch.Tensor)
 
     def _refuse_written(self) -> None:
         """See that parameters are those of the call, as far as nothing else has run since."""
@@ -417,12 +455,31 @@ class ModelRun:
         finally:
             call.loss_draws = call.loss_begins = None
 
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """While open, a pass that fails leaves no trace: a loss may turn out to be one of all rows."""
+        passes, device = self._passes, self._passes.mesh.device()
+        drawn, before, was = states(device), passes.before(), (self._drawn_from, self._loss_begins)
+        earlier = passes.taken_gradients()
+        passes.add_gradients(earlier)
+        try:
+            yield
+        except Exception:
+            self._drawn_from, self._loss_begins = was
+            restore(device, drawn)
+            before.put()
+            passes.add_gradients(earlier)
+            passes.hide()
+            raise
+
     def train(
         self,
         captured: list[torch.Tensor],
         loss: LossFunction,
         beside: Mapping[int, torch.Tensor],
         draws: bool = False,
+        adds: bool = False,
+        seen: Mapping[Place, tuple[torch.Tensor, int | str | None]] = {},
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gives their loss as one.
 
@@ -462,8 +519,8 @@ class ModelRun:
         passes.beside = leaves_beside
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
-            in_order = passes.evaluation.of_one_call(numbers)
-            with gone, self._drawing(draws), in_order, self._as_called():
+            in_order = passes.evaluation.of_one_call(numbers, adds)
+            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen):
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
         finally:
@@ -474,8 +531,85 @@ class ModelRun:
         passes.add_gradients(earlier)
         if not self._is_aside:
             passes.call_waiting()
+        self._tell_of_gradients(seen)
         assert passes.loss is not None
         return full_tensor(passes.loss).detach().clone()
+
+    def _looked_at(
+        self, seen: Mapping[Place, tuple[torch.Tensor, int | str | None]]
+    ) -> AbstractContextManager[None]:
+        cuts, scale = self._passes.call.batches.cuts(self.rows()), self._scale()
+        added = {place: _cut(grad * scale, way, cuts) for place, (grad, way) in seen.items()}
+        return self._passes.observers.going_back(InPass(self._hooks, added, self.told))
+
+    def _scale(self) -> Any:
+        """By which the engine multiplies losses."""
+        return 1 if self._passes.scaler is None else self._passes.scaler.scale
+
+    def _tell_of_gradients(self, seen: Iterable[Place]) -> None:
+        """Call hooks that see gradients, with those of the pass that was made.
+
+        Raises:
+            RuntimeError: a gradient of what a hook has taken has not gone back.
+        """
+        observers = self._passes.observers
+        if observers.missed(seen):
+            raise RuntimeError(
+                "A hook has taken what a module gives for the loss, and nothing else of the model's output "
+                "hangs on it: in a pipeline its gradient does not come to the module. Let the model's "
+                "forward return it."
+            )
+        if not (self.told or observers.look_back):
+            return
+        factor, scale = self._passes.last_factor, self._scale()
+        rows = [size for _, size in self._passes.call.batches.cuts(self.rows())]
+        for of, calls in observers.gradients().items():
+            for several in zip(*(calls[i] for i in sorted(calls)), strict=True):
+                grads = _joined_gradients(several, rows, (1 if factor is None else factor) / scale)
+                if isinstance(of, Place):
+                    for hook in self.told[of]:
+                        if hook(grads) is not None:
+                            raise TypeError(_CHANGES)
+                else:
+                    observers.call(of, grads)
+
+
+def _cut(grad: torch.Tensor, way: int | str | None, cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The gradient of each micro-batch."""
+    if len(cuts) == 1:
+        return [grad]
+    if way == "sum":
+        return [grad] * len(cuts)
+    rows = sum(size for _, size in cuts)
+    if way == "mean":
+        return [grad * (size / rows) for _, size in cuts]
+    if not isinstance(way, int):
+        raise ValueError(
+            "The loss hangs on what a hook has taken, which has no rows and is no mean or sum over them. "
+            "Let the model's forward return it, or plan accumulate = 1."
+        )
+    each = grad.shape[way] // rows
+    return [grad.narrow(way, start * each, size * each) for start, size in cuts]
+
+
+def _joined_gradients(several: Sequence[Any], rows: Sequence[int], factor: Any) -> Any:
+    """Gradients of the whole batch, of those of micro-batches."""
+    parts = [leaves(of, torch.Tensor) for of in several]
+    joined = []
+    for xs in zip(*parts, strict=True):
+        dims = [
+            d for d in range(xs[0].ndim) if all(x.shape[d] % n == 0 for x, n in zip(xs, rows, strict=True))
+        ]
+        whole = xs[0] if len(xs) == 1 else torch.cat(xs, dims[0]) if dims else sum(xs[1:], xs[0])
+        joined.append(whole * torch.as_tensor(factor).to(whole))
+    tensors = iter(joined)
+    return mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, several[0])
+
+
+_CHANGES = (
+    "A hook on the gradient of what a forward hook has taken gives another gradient. In a pipeline it is "
+    "called after the backward pass, and changes nothing: put it into the model's forward."
+)
 
 
 def _refuse_objects(inputs: Any) -> None:
@@ -555,6 +689,19 @@ def _row_dim(parts: Sequence[torch.Size], whole: torch.Size) -> int | None:
     dims = [d for d in range(len(whole)) if any(shape[d : d + 1] != whole[d : d + 1] for shape in parts)]
     is_one = len(dims) == 1 and sum(shape[dims[0]] for shape in parts) == whole[dims[0]]
     return dims[0] if is_one else None
+
+
+def _way(parts: Sequence[torch.Tensor], cuts: Sequence[tuple[int, int]], whole: torch.Tensor) -> str | None:
+    """What a tensor without rows is of those of micro-batches: their mean, or their sum; None: neither."""
+    if len({x.shape for x in (*parts, whole)}) > 1 or not whole.is_floating_point():
+        return None
+    sizes = torch.tensor([float(size) for _, size in cuts], dtype=torch.float64)
+    each = torch.stack([x.double().cpu() for x in parts])
+    means = torch.tensordot(sizes / sizes.sum(), each, 1)
+    for name, found in (("mean", means), ("sum", each.sum(0))):
+        if torch.allclose(found, whole.double().cpu(), rtol=1e-9 if whole.dtype is torch.float64 else 1e-4):
+            return name
+    return None
 
 
 def _fit(dims: Sequence[int | None], parts: Sequence[Sequence[torch.Tensor]]) -> bool:

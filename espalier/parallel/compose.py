@@ -513,6 +513,7 @@ class Undivided:
         self._model, last = model, number - 1
         self.cuts: tuple[str, ...] = ()
         self.dice, self.remembers, self.written = last, True, None
+        self.divided = frozenset[str]()
         self.sets: set[tuple[str, str]] = set()
         self.tensors: set[tuple[str, str]] = set()
         self.writes: frozenset[str] = frozenset()  # what is written to is found out each time

@@ -140,16 +140,42 @@ def meetings(lay: Lay) -> list[Any]:
     return [*out, *model.parameters(), *judge.parameters()]
 
 
+def pairs(lay: Lay) -> list[Any]:
+    """Two towers and their scale in one model, two views by one model, and a triplet."""
+    model, towers, out = net(6, 5), Towers(), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    towers, of_towers = lay(towers, SGD(towers.parameters()))
+    for step in range(3):
+        x, _ = batch(step)
+        a, b = (F.normalize(model(x + shift), dim=1) for shift in (0.1, -0.2))
+        loss = F.cross_entropy(a @ b.t(), torch.arange(len(x)))
+        if step:
+            loss = loss + F.triplet_margin_loss(a, b, model(x.flip(0)))
+        out.append(stepped(loss, optimizer).item())
+        one, other, scale = towers(x, x.cos())
+        logits = scale * one @ other.t()
+        out.append(stepped(F.cross_entropy(logits, torch.arange(len(x))), of_towers).item())
+    return [*out, *model.parameters(), *towers.parameters()]
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.scale = net(6, 4), net(6, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(y), self.scale.exp()
+
+
 def meet(rank: int, world: int) -> None:
     plans = [{"pipe": 2}] if world == 2 else [{"pipe": 2, "tensor": 2}, {"pipe": 2, "data": 2, "zero": 3}]
     for program in (views, rescaled, meetings):
         compare(program, [(plan, {}) for plan in plans], TOLERANCE)
+    in_parts: dict[str, Any] = {"pipe": 2, "accumulate": 2, "data": world // 2}
+    for program in (pairs, meetings):
+        compare(program, [(in_parts, {})], TOLERANCE)
     if world == 2:
-        model = net(6, 4)
-        model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2, "accumulate": 2})
         x = batch(0)[0].float()
-        with pytest.raises(ValueError, match=r"two calls of the model meet(.|\n)*accumulate = 1"):
-            model(x) @ model(-x).t()
         model = net(6, 4)
         model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2})
         for kept in (model(x).detach(), model(x).detach() * 2):
@@ -158,6 +184,7 @@ def meet(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Outputs of two calls of the model meet in a loss")
+@pytest.mark.filterwarnings("ignore:A loss is one of all rows")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")

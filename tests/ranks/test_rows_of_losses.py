@@ -227,22 +227,31 @@ def in_stages(rank: int, world: int, plan: dict[str, Any], *losses: Loss) -> Non
         assert max(abs(a - b) for a, b in zip(found[name], expected, strict=True)) < TOLERANCE, (name, plan)
 
 
-def in_another_order(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match=r"batch_size(.|\n)*rows of the batch come first"):
-        numbers([by_time], {"pipe": 2, "accumulate": 2})
-    in_stages(rank, world, {"pipe": 2}, by_time)
+def hardest(out: Any, y: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(out[:, 0], y[:, 0], reduction="none")
+    return each.topk(3).values.mean() + each.max() + each.std()
 
 
-def by_place(rank: int, world: int) -> None:
-    net = Tagger().double()
-    model: Any = espalier.prepare(
-        net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2, "accumulate": 2}
-    )[0]
-    x, y = torch.randint(CLASSES, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    for loss_of in BY_PLACE:
-        with pytest.raises(ValueError, match=r"by their places(.|\n)*accumulate = 1"):
-            loss_of(model(x), y).backward()
-    in_stages(rank, world, {"pipe": 2}, *BY_PLACE)
+def spread(out: Any, y: torch.Tensor) -> torch.Tensor:
+    z = out.mean(1)
+    z = (z - z.mean(0)) / z.std(0)
+    return (z.t() @ z / ROWS - torch.eye(CLASSES, dtype=z.dtype)).square().sum()
+
+
+def weighed_by_all(out: Any, y: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(out[:, 0], y[:, 0], reduction="none")
+    return (each.detach().softmax(0) * each).sum() + each[each > each.detach().quantile(0.5)].mean()
+
+
+OF_ALL = (*BY_PLACE, by_time, hardest, spread, weighed_by_all)
+
+
+def in_stages_with_steps(rank: int, world: int) -> None:
+    """Losses are known to be of all rows or not, and each is computed as it is: one after the other."""
+    plan = {"pipe": 2, "accumulate": 2} if world == 2 else {"pipe": 2, "data": 2, "accumulate": 2}
+    in_stages(rank, world, plan, *OF_ALL, shifted, picked)
+    if world == 2:
+        in_stages(rank, world, {"pipe": 2}, *OF_ALL)
 
 
 def test_targets_of_several_numbers_a_row(ranks: Any) -> None:
@@ -253,9 +262,7 @@ def test_their_rows_are_shared(ranks: Any) -> None:
     ranks(4, in_stages, {"data": 2, "pipe": 2, "accumulate": 2}, shifted, picked, chosen)
 
 
-def test_rows_that_do_not_come_first_are_told_of(ranks: Any) -> None:
-    ranks(2, in_another_order)
-
-
-def test_what_hangs_on_places_in_the_batch_is_told_of(ranks: Any) -> None:
-    ranks(2, by_place)
+@pytest.mark.filterwarnings("ignore:A loss is one of all rows")
+@pytest.mark.parametrize("world", [2, 4])
+def test_losses_of_all_rows(ranks: Any, world: int) -> None:
+    ranks(world, in_stages_with_steps)

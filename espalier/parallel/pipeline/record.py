@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout
+from espalier.parallel.pipeline.observed import Observed
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
@@ -189,7 +190,7 @@ class Trace:
         constants: by their numbers, the model's own tensors that are none of the others.
         answers: what was asked of tensors (``bool(x)``, ``x[:, i]``), in order, each with the number of the
             innermost call around it, and that of the operation that asked, if it is one.
-        meets: names of modules that were called whole, and call collectives.
+        meets: names of modules that were called whole, and call collectives, or wait at barriers.
     """
 
     device: torch.device
@@ -630,6 +631,8 @@ class ModelStandIns:
     def hooked(self, module: nn.Module) -> bool:
         """Whether a module has hooks, but for this library's and transformers' own."""
         hooks = [hook for of in hooks_of(module) for hook in of.values()]
+        if module is self.model:  # whose arguments and output are known to all who look
+            hooks = [hook for hook in hooks if not isinstance(hook, Observed)]
         return any(not made_in(hook, "espalier", "transformers") for hook in hooks)
 
     @contextmanager
@@ -801,7 +804,7 @@ def observed(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of modules that have hooks which a program has put there, and no library, nor themselves."""
 
     def is_of_program(hook: Any) -> bool:
-        is_own = isinstance(getattr(hook, "__self__", None), nn.Module)
+        is_own = isinstance(getattr(hook, "__self__", None), nn.Module) or isinstance(hook, Observed)
         return not is_own and not made_in(hook, "espalier", "torch", "transformers")
 
     return [m for m in modules if any(is_of_program(h) for of in hooks_of(m) for h in of.values())]

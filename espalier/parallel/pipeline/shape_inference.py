@@ -21,6 +21,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
 from espalier.parallel.pipeline.remembered import copied, form_of, may_be_told, put, value_at
@@ -49,6 +50,8 @@ def twin_of(model: nn.Module) -> nn.Module:
     twin = copied.module
     for module in twin.modules():
         for hooks in (vars(module)[name] for name in HOOKS if name in vars(module)):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Observed)]:
+                del hooks[key]  # which sees what ranks compute
             hooks.update({k: _Lenient(hook) for k, hook in hooks.items() if not _is_torch(hook)})
     return twin
 
@@ -64,6 +67,15 @@ class _Lenient:
             return self._hook(*args, **kwargs)
         except Exception:
             return None
+
+
+def _remove_hooks(theirs: nn.Module, ours: nn.Module) -> None:
+    """Let a twin's module have no hooks that the program has taken away since."""
+    for name in HOOKS:
+        hooks = vars(theirs).get(name, {})
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Lenient)]:
+            if key not in vars(ours).get(name, {}):
+                del hooks[key]
 
 
 def _is_torch(hook: Any) -> bool:
@@ -122,6 +134,7 @@ class ShapeInference:
             for ours, theirs in zip(self._model.modules(), self._twin.modules(), strict=True):
                 theirs.training = ours.training
                 _set_alike(theirs, ours)
+                _remove_hooks(theirs, ours)
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
             held, of_twin = [*parameters_in(self._model)], [*parameters_in(self._twin)]

@@ -182,6 +182,7 @@ class Split:
             call of one.
         stages: the programs.
         segments: what the model consists of between possible cuts, with its costs.
+        divided: names of modules that are called by no stage.
         whole: why modules that were to be divided lie in one stage.
         dice: the stage that draws random numbers which are not torch's; None: none does.
         remembers: whether modules set attributes or buffers.
@@ -196,6 +197,7 @@ class Split:
         divided = Divided(traced, _bounds(traced, cuts), family.model, family.stand_ins)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
+        self.divided = frozenset(divided.repeated)
         repeated = [*map(family.model.get_submodule, sorted(divided.repeated))]
         self._attributes, self._reads = _said_of(repeated), Reads(repeated)
         self._read = _marks_of(self._reads)
