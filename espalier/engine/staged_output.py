@@ -468,6 +468,7 @@ class ModelRun:
             self._drawn_from, self._loss_begins = was
             restore(device, drawn)
             before.put()
+            passes.taken_gradients()  # they may be there yet
             passes.add_gradients(earlier)
             passes.hide()
             raise

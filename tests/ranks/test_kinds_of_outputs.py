@@ -211,6 +211,7 @@ def compared(rank: int, world: int) -> None:
         compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 
 
+@pytest.mark.filterwarnings("ignore:A loss is one of all rows")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:Recurrent cannot be split:espalier.parallel.compose.UndividedWarning")

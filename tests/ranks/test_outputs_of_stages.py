@@ -200,7 +200,7 @@ def told(rank: int) -> None:
         assert looked_at(out, y) == first and output.call_count == asked > 0
     with pytest.warns(UserWarning, match=r"two calls of the model(.|\n)*torch.cat"):
         loss = F.cross_entropy(out.logits, y) * F.cross_entropy(model(x + 1).logits, y)
-    loss.backward()
+        loss.backward()
     scale = next(model.parameters()).mean()
     with pytest.raises(ValueError, match=r"wants gradients(.|\n)*weight \* loss"):
         F.cross_entropy(out.logits * scale, y).backward()
