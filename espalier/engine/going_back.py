@@ -154,14 +154,17 @@ def _of_all(
     wanting = [x for x in of_loss if x.requires_grad]
     _refuse_parts(wanting)
     beside = {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
-    output = mapped(_leaf, source.value())
+    value = source.value()
+    tensors = [_leaf(x) for x in leaves(value, torch.Tensor)]
+    remaining = iter(tensors)  # of which a distribution may make others
+    output = mapped(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, value)
     with torch.enable_grad():
         loss = evaluated(of, beside, lambda: output, fresh=True)
     loss.backward()
     for one in calls:
         one._has_counted = True
     rows, of_rows, others = source.rows(), dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, bool]]()
-    ways, tensors = source.ways(), leaves(output, torch.Tensor)
+    ways = source.ways()
     counts = [len(leaves(sight.args, torch.Tensor)) for sight in source.sights]
     places = [Place(s.hook, s.call, i) for s, n in zip(source.sights, counts, strict=True) for i in range(n)]
     of_places = dict(zip(places, ways[len(tensors) :], strict=True))
@@ -193,10 +196,9 @@ def _of_all(
     return full_tensor(loss).detach().clone(), beside
 
 
-def _leaf(x: Any) -> Any:
+def _leaf(x: torch.Tensor) -> torch.Tensor:
     """A leaf of that value, which gets a gradient, if it may have one."""
-    is_float = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-    return x.detach().requires_grad_() if is_float else x
+    return x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x
 
 
 def _weighed(
