@@ -52,12 +52,14 @@ def gone_back(
         except (RowsMeetError, UnseenCountError):  # on all ranks
             if not is_tried:
                 raise
-            warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
-            known[form] = False
         else:
             known[form] = True
             return out
-    return _of_all(of, calls, of_loss, inputs)
+    out = _of_all(of, calls, of_loss, inputs)
+    if not sees and form not in known:
+        known[form] = False
+        warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
+    return out
 
 
 def refuse_sights(is_refused: bool) -> None:

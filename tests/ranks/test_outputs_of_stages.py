@@ -204,9 +204,8 @@ def told(rank: int) -> None:
     scale = next(model.parameters()).mean()
     with pytest.raises(ValueError, match=r"wants gradients(.|\n)*weight \* loss"):
         F.cross_entropy(out.logits * scale, y).backward()
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(IndexError):
         F.cross_entropy(out.logits, y.clone().fill_(9)).backward()
-    assert "each micro-batch" in str(getattr(raised.value, "__notes__", ""))
 
 
 def on_four(rank: int, world: int) -> None:
