@@ -206,7 +206,7 @@ def compared(rank: int, world: int) -> None:
         program = partial(kinds, kind)
         program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
         compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
-    compare(policies, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
+    compare(policies, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {})])
     for whole in (handed_on, hard_rows, asserted):
         compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 
