@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -147,6 +150,18 @@ class Readers:
     def one_of_each(self, total: torch.Tensor) -> torch.Tensor:
         """A sum over all ranks, as one in which each batch counts once."""
         return total / self.among if total.is_floating_point() else total // self.among
+
+
+def seed_all(seed: int) -> None:
+    """Of Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002  # that of programs which draw by numpy.random
+    torch.manual_seed(seed)
+
+
+def make_folder_of(filename: str | Path) -> None:
+    """Make the folder that a file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def name_of(dtype: torch.dtype) -> str:

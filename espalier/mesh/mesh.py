@@ -106,7 +106,7 @@ class Mesh:
         self.is_dry = is_dry
         self.ranks = tuple(range(math.prod(shape)) if ranks is None else map(int, ranks))
         _check_ranks(self.ranks, names, shape)
-        place = _place(coordinate, shape)
+        place = place_at(coordinate, shape)
         self.world_rank = self.ranks[place] if world_rank is None else world_rank
         self.is_member = self.ranks[place] == self.world_rank
         self.ledgers: list[Any] = list(Mesh.everywhere)
@@ -255,7 +255,7 @@ class Mesh:
             )
         if coordinate is None and world_rank is not None:
             numbers = tuple(range(math.prod(shape)) if ranks is None else ranks)
-            coordinate = _coordinate(numbers.index(world_rank) if world_rank in numbers else 0, shape)
+            coordinate = coordinate_at(numbers.index(world_rank) if world_rank in numbers else 0, shape)
         return Mesh(
             names,
             shape,
@@ -324,7 +324,7 @@ class Mesh:
     @property
     def rank(self) -> int:
         """This rank's place in the mesh, the last axis counted fastest; -1 outside it."""
-        return _place(self.coordinate, self.shape) if self.is_member else -1
+        return place_at(self.coordinate, self.shape) if self.is_member else -1
 
     @property
     def outermost(self) -> Mesh:
@@ -524,14 +524,16 @@ def as_mesh(mesh: MeshLike | None) -> Mesh:
     )
 
 
-def _place(coordinate: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def place_at(coordinate: Iterable[int], shape: Iterable[int]) -> int:
+    """The place of a coordinate in a grid, the last axis counted fastest."""
     place = 0
     for here, n in zip(coordinate, shape, strict=True):
         place = place * n + here
     return place
 
 
-def _coordinate(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def coordinate_at(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of a place in a grid, the last axis counted fastest."""
     coordinate = []
     for n in reversed(shape):
         place, here = divmod(place, n)

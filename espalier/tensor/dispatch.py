@@ -284,7 +284,7 @@ class _Slot(dict[Any, "CachedCall | None"]):
 
 _slots: dict[Any, _Slot] = {}
 
-_NO_KWARGS: dict[str, Any] = {}
+NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
 
 
@@ -328,7 +328,7 @@ def dispatch(
         values = kwargs.values()
         key = (key, *kwargs, *[a._layout if type(a) is DTensor else key_of(a) for a in values])
     else:
-        kwargs = _NO_KWARGS
+        kwargs = NO_KWARGS
     if slot.typed:
         key = (key, *[a.dtype if type(a) is DTensor else told(a) for a in args if type(a) in TOLD])
         if kwargs:
@@ -344,14 +344,14 @@ def dispatch(
         out._layout = entry.out
         return out
     if entry.quick:
-        out = plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
+        out = plain_call(func, types, (args[0], *entry.tail), NO_KWARGS)
         set_class(out, DTensor)
         out._layout = entry.out
         return out
     if entry.flat:
         return entry.call_flat(func, args, kwargs)
     if entry.runs:
-        out = plain_call(entry.run, types, (func, args, kwargs, entry.placed), _NO_KWARGS)
+        out = plain_call(entry.run, types, (func, args, kwargs, entry.placed), NO_KWARGS)
         return _stamp(out, entry.out)
     if entry.writes:
         return plain_call(func, types, args, kwargs)
