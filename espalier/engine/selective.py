@@ -36,17 +36,10 @@ _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
 _KEPT = frozenset(
     getattr(_aten, name).default
     for name in (
-        "mm",
-        "addmm",
-        "convolution",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
+        "mm addmm convolution _grouped_mm _scaled_mm _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
+    ).split()
     if hasattr(_aten, name)
 )
 

@@ -86,20 +86,10 @@ GIVEN: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
 OPTIMIZERS: Final = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon"})
 # what a configuration cannot ask for here: it is off
 OFF: Final = frozenset(
-    {
-        "autotuning_enabled",
-        "autotuning_profile_model_info",
-        "compile_autosp",
-        "compile_autotp",
-        "compile_zero_optimization_stage",
-        "curriculum_learning_enabled",
-        "data_efficiency_enabled",
-        "data_sampling_enabled",
-        "is_deepcompile_active",
-        "is_deepcompile_enabled",
-        "random_ltd_enabled",
-        "uses_parallelization_pass_only",
-    }
+    "autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
+    "compile_zero_optimization_stage curriculum_learning_enabled data_efficiency_enabled "
+    "data_sampling_enabled is_deepcompile_active is_deepcompile_enabled random_ltd_enabled "
+    "uses_parallelization_pass_only".split()
 )
 _SUMS: Final = (
     "gradients are summed over the ranks by backward() and step(), and by allreduce_gradients(); for sums of "

@@ -530,14 +530,10 @@ ALIASES: Final = MappingProxyType(
         **{
             f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
             for name in (
-                "param_persistence_threshold",
-                "model_persistence_threshold",
-                "max_live_parameters",
-                "max_reuse_distance",
-                "module_granularity_threshold",
-                "use_all_reduce_for_fetch_params",
-                "allgather_sequential",
-            )
+                "param_persistence_threshold model_persistence_threshold max_live_parameters "
+                "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params "
+                "allgather_sequential"
+            ).split()
         },
     }
 )

@@ -208,15 +208,9 @@ class OneCycleLR(_schedules.OneCycleLR):
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_steps: int, *args: Any, **options: Any
     ) -> None:
-        names = (
-            "pct_start",
-            "anneal_strategy",
-            "cycle_momentum",
-            "base_momentum",
-            "max_momentum",
-            "div_factor",
-            "final_div_factor",
-            "last_epoch",
+        names = tuple(
+            "pct_start anneal_strategy cycle_momentum base_momentum max_momentum div_factor "
+            "final_div_factor last_epoch".split()
         )
         options = {**dict(zip(names, args, strict=False)), **options}
         super().__init__(optimizer, [x["lr"] for x in optimizer.param_groups], total_steps, **options)
