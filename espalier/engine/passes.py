@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import parameters_in
+from espalier.comm.functions import OwnFunction
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.batches import Batches, GivenBatches, loss_of
@@ -824,10 +825,8 @@ class BackwardHooks:
         _called(self._end, False)
 
 
-class _Times(torch.autograd.Function):
+class _Times(OwnFunction):
     """A factor of a gradient that says how ranks share a loss: no part of what a second derivative is of."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, factor: float) -> torch.Tensor:

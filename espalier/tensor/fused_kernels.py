@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm.custom_ops import observed
+from espalier.comm.functions import OwnFunction
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
 from espalier.tensor.random import Key, addends
@@ -198,10 +199,8 @@ def dropped(x: torch.Tensor, layout: Layout, key: Key, p: float, inplace: bool) 
     return _apply(x, Drawn.of(key, p), 1 / (1 - p), numbering, inplace)
 
 
-class _Dropped(torch.autograd.Function):
+class _Dropped(OwnFunction):
     """Keeps nothing for the backward pass but the key."""
-
-    espalier = True
 
     @staticmethod
     def forward(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.tensor as theirs
 
 from espalier.comm import move
+from espalier.comm.functions import OwnFunction
 from espalier.layout import Layout, Placement, Shard, local_box
 from espalier.layout.layout import Box, D, R, known_layout
 from espalier.mesh import Mesh
@@ -209,9 +210,7 @@ def from_torch(x: theirs.DTensor) -> DTensor:
     return stamp(local.view_as(local), layout)
 
 
-class _Waited(torch.autograd.Function):
-    espalier = True
-
+class _Waited(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm.collectives import all_reduce_, sum_here
+from espalier.comm.functions import OwnFunction
 from espalier.comm.redistribute import move
 from espalier.layout import Layout
 from espalier.layout.layout import R, is_partial
@@ -200,10 +201,8 @@ def share_of_addend(layout: Layout) -> float:
     return share
 
 
-class _Known(torch.autograd.Function):
+class _Known(OwnFunction):
     """A number that is known, made of this rank's addend; differentiable to any order."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, addend: torch.Tensor, value: torch.Tensor, share: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from espalier.comm import collectives
 from espalier.comm.control import REFUSALS, agree, looks
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import MeetingFunction
 from espalier.comm.redistribute import deferred, summed
 from espalier.layout import Layout, local_box
 from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule, rule_with
@@ -304,16 +305,13 @@ def softmaxed(
     return losses if dead is None else losses.masked_fill_(dead, 0), slope, index, minus, dead
 
 
-class _VocabularyParallel(torch.autograd.Function):
+class _VocabularyParallel(MeetingFunction):
     """-log softmax(logits)[target] with the classes sharded: two all-reduces, of [tokens] and [2, tokens].
 
     Largest logit, sum of exponentials, target's logit (Shoeybi et al. 2019, Megatron-LM, section 3).
     Keeps one tensor of the logits' size, its second output: the derivative of each loss, the softmax less
     one at the target.
     """
-
-    espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(
