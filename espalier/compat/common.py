@@ -290,10 +290,7 @@ class OneByOne(torch.optim.Optimizer):
         Returns:
             what ``closure`` gives.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -14,7 +14,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -359,12 +359,10 @@ def _telling(model: nn.Module, states: Mapping[str, Any]) -> Iterator[None]:
             if prefix + name in found and id(x) in known:
                 found[prefix + name] = known[id(x)]
 
-    handles = [module.register_state_dict_post_hook(told) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_state_dict_post_hook(told))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _named(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

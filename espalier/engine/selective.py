@@ -149,7 +149,14 @@ class _Handing(TorchDispatchMode):
         return result.out
 
 
-class _MarkingKept(TorchDispatchMode):
+class _Looking(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It asks for nothing that a tracer does not do anyway."""
+        return True
+
+
+class _MarkingKept(_Looking):
     """While a block is traced: tells the partitioner of its graph what is kept, and what computed again.
 
     Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a
@@ -160,11 +167,6 @@ class _MarkingKept(TorchDispatchMode):
         super().__init__()
         self._policy = policy
         self._kept_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whose memory is that of what is kept
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It asks for nothing that a tracer does not do anyway."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, graph = kwargs or {}, traced_graph()
@@ -216,7 +218,7 @@ class Tracing:
         return out
 
 
-class _Writing(TorchDispatchMode):
+class _Writing(_Looking):
     """Sees which of some tensors are written to.
 
     Attributes:
@@ -229,11 +231,6 @@ class _Writing(TorchDispatchMode):
         for i, x in enumerate(tensors):
             self._numbers[x] = i
         self.to: set[int] = set()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It asks for nothing that a tracer does not do anyway."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -71,7 +71,7 @@ from espalier.torch_private import (
 from espalier.trees import flatten, leaves, tensors_in, tree_map, unflatten
 
 # answers that layouts, shapes and dtypes decide
-_METADATA = frozenset(
+METADATA = frozenset(
     """
     size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
     is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
@@ -297,7 +297,7 @@ def _version(x: torch.Tensor) -> int:
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name == "__get__" or name in _METADATA
+    return name == "__get__" or name in METADATA
 
 
 def _reading(func: Callable[..., Any]) -> str:

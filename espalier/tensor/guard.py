@@ -422,10 +422,7 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
         held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
         if not held:
             return step(self, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = _alike(self)
         with each_for_itself(held):  # as each finds gradients of its own
             if parameters is None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout
-from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor import DTensor, compiled, full_tensor, stamp
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
@@ -272,14 +272,7 @@ SIZED = frozenset(
     getattr(owner, name) for name in _SIZED for owner in (torch, torch.Tensor) if hasattr(owner, name)
 )
 # answers that shapes and dtypes give
-METADATA = frozenset(
-    """
-    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
-    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
-    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
-    __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
-    """.split()
-)
+METADATA = compiled.METADATA | {"broadcast_shapes", "broadcast_tensors_shapes"}
 _QUIET = METADATA | {"__get__", "__set__", full_value.__name__}
 
 
