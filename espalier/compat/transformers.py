@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, cast
 
-import accelerate
 import torch
 import transformers
 from accelerate.state import PartialState
@@ -34,7 +33,7 @@ from transformers.debug_utils import DebugOption
 from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
-from espalier.compat.accelerate import PreparedModel, autocast_of, whole_values
+from espalier.compat.accelerate import OfWholes, PreparedModel, autocast_of
 from espalier.compat.common import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
@@ -203,7 +202,7 @@ def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
     return known
 
 
-class _Accelerator(accelerate.Accelerator):
+class _Accelerator(OfWholes):
     """accelerate's, which knows an engine's model.
 
     Attributes:
@@ -228,19 +227,6 @@ class _Accelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         """The first of one: each rank has all rows, so all of a gathered tensor is its own part."""
         return 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True for one rank of all."""
-        return bool(self.state.process_index == self.state.num_processes - 1)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; of what a pipeline has yet to compute the value."""
-        return super().reduce(whole_values(tensor, "reduce"), *args, **kwargs)
-
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; of what a pipeline has yet to compute the value."""
-        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model."""

@@ -30,7 +30,7 @@ from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.observers import Go, Watcher, watching
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone
+from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone, reduction_of
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in
 
@@ -584,9 +584,8 @@ def _reduced(
     if name in ("sum", "count_nonzero"):
         return _sum(out) if apart else None
     losses = func in _ELEMENTS or func in _ROWS or func is F.ctc_loss
-    if not losses or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
+    if not losses or (reduction := reduction_of(args, kwargs)) is None:
         return None
-    reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
     if reduction == "sum":
         return _sum(out)
     if func in _WEIGHTED and kwargs.get("weight") is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,6 +28,7 @@ from espalier.engine.module import optimizer_of
 from espalier.engine.passes import plain_output
 from espalier.engine.surface import bound
 from espalier.mesh import Mesh
+from espalier.mesh.mesh import coordinate_at
 from espalier.parallel import Plan
 from espalier.parallel.schedules import Schedule
 from espalier.parallel.schedules.generate import dual_pipe_v, interleaved_zero_bubble, looped_bfs
@@ -503,8 +503,7 @@ def _packed(parts: Mapping[int, nn.Module]) -> bytes | str:
 
 def _along(axes: Mapping[str, int], name: str, rank: int) -> int:
     """A rank's coordinate on one axis, of axes that are said outermost first."""
-    behind = math.prod(list(axes.values())[list(axes).index(name) + 1 :])
-    return rank // behind % axes[name]
+    return coordinate_at(rank, [*axes.values()])[[*axes].index(name)]
 
 
 def _cut(target: Any, n: int) -> list[Any]:
