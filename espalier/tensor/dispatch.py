@@ -22,7 +22,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, set_class, stamp
+from espalier.tensor.dtensor import Arguments, DTensor, absent, is_sparse, layout_of, set_class, stamp
 from espalier.tensor.fallback import (
     answering,
     asks_in_place,
@@ -337,7 +337,7 @@ def dispatch(
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)
     if entry is None:
-        return _unruled(func, types, args, kwargs)
+        return _unruled(func, args, kwargs)
     if entry.simple:
         out = plain_call(func, types, args, kwargs)
         set_class(out, DTensor)
@@ -389,7 +389,7 @@ def _first(
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
-    return _unruled(func, (), args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
 def _is_absent(x: DTensor) -> bool:
@@ -494,16 +494,14 @@ def unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """A call that has no rule, and is not looked up: of what it is given nothing is kept."""
     if is_strict.get():
         refuse_plain(func, tensors_in((args, kwargs)))
-    return _unruled(func, (), args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
 def _uncached(cls: type, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    return _unruled(func, types, args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
-def _unruled(
-    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lent = loans.loans_in(tensors_in((args, kwargs)))
     if lent:
         again = carry_out if RULES.get(func) is not None or function_of(func) is None else _uncached
@@ -614,9 +612,7 @@ def _replaced(tree: Any, path: Path, value: Any) -> Any:
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 
-def by_place(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def by_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The call with arguments by their places, where its rule does not know their names; None if it does."""
     known = RULES.signature(func).parameters if RULES.get(func) is not None else {}
     strange = {k for k in kwargs if k not in known and k not in ALIASES and k not in ("input", "out")}

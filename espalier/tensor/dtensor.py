@@ -668,6 +668,10 @@ def left(x: torch.Tensor) -> torch.Tensor:
         return plain(x)
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call."""
+
+
 def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
     """The layout of a DTensor; a plain tensor is replicated on ``mesh``."""
     if type(x) is DTensor:
