@@ -797,6 +797,3 @@ def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[s
             grad = grads[name]
             gradients[name] = everywhere(name, p if grad is None else grad) if n else None
     return gradients
-
-
-__all__ = ["EngineState", "Loading", "candidates", "index_and_tree", "named_values", "opened", "restore"]
