@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -39,6 +39,7 @@ from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited import Awaited
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
@@ -523,23 +524,17 @@ class Trainer(transformers.Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         state, own = PartialState(), self.accelerator
-        here, state.process_index = state.process_index, 0  # all ranks read alike: seeds of workers, too
-        each, (together, own.together) = self._train_batch_size, (own.together, 1)
-        self._train_batch_size *= together
         if kwargs.get("is_training") and "batch_size" in kwargs:
-            kwargs["batch_size"] *= together
-        try:
+            kwargs["batch_size"] *= own.together
+        # all ranks read alike: seeds of workers, too
+        rows = having(self, _train_batch_size=self._train_batch_size * own.together)
+        with rows, having(state, process_index=0), having(own, together=1):
             return super()._get_dataloader(*args, **kwargs)
-        finally:
-            state.process_index, own.together, self._train_batch_size = here, together, each
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        each = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size = self._train_batch_size  # a batch is that of all ranks
-        try:
+        # a batch is that of all ranks
+        with having(self.args, per_device_train_batch_size=self._train_batch_size):
             return super()._get_train_sampler(train_dataset)
-        finally:
-            self.args.per_device_train_batch_size = each
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As ever, in one process; refused on several ranks.
@@ -585,12 +580,10 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.optimizer is not None
-        own, states = self.optimizer, self.optimizer.state_dict()
-        self.optimizer = cast(Any, SimpleNamespace(state_dict=lambda: states))  # one rank alone asks for it
-        try:
+        states = self.optimizer.state_dict()
+        # one rank alone asks for it
+        with having(self, optimizer=SimpleNamespace(state_dict=lambda: states)):
             super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            self.optimizer = own
         self._wait()
 
     def _save_rng_state(self, output_dir: str) -> None:

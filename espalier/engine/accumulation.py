@@ -24,6 +24,7 @@ from espalier.device import MOVES, is_accelerator
 from espalier.device import number as number_on
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
@@ -537,12 +538,9 @@ def _tensors(items: Any) -> Iterator[DTensor]:
 def _of_classes(func: Any, args: Any, kwargs: Any, go: Go) -> Any:
     """A loss over classes, marked."""
     bound = bound_to(OF_CLASSES[func], args, kwargs)
-    token = divisors.set([])
-    try:
+    with setting(divisors, []):
         out = go()
         divisor = divisors.get()
-    finally:
-        divisors.reset(token)
     if type(out) is not DTensor or out._layout.shape or mark_of(out) is not None:
         return out  # of rows, or marked by a call inside this one
     logits, reduction = bound["input"], bound.get("reduction", "mean")

@@ -34,6 +34,7 @@ from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.apart import calls_within, is_torchs
@@ -291,14 +292,9 @@ class Passes(ABC):
         """See :meth:`espalier.Engine.no_sync`."""
         return self.syncing(False)
 
-    @contextmanager
-    def syncing(self, sums: bool) -> Iterator[None]:
+    def syncing(self, sums: bool) -> AbstractContextManager[None]:
         """While open, a backward pass sums gradients over the ranks, or need not."""
-        before, self.is_syncing = self.is_syncing, sums
-        try:
-            yield
-        finally:
-            self.is_syncing = before
+        return having(self, is_syncing=sums)
 
     @abstractmethod
     def one_by_one(self, what: str) -> Direct:

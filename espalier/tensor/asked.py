@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from espalier.comm.control import Answers
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
@@ -171,11 +172,8 @@ class Asked(Watcher):
     ) -> bool:
         """What a call that gives a bool says, on all ranks."""
         out = self.around(number, args, kwargs, lambda: number(*args, **kwargs))
-        before, self._is_asking = self._is_asking, True
-        try:
+        with having(self, _is_asking=True):
             return bool(out)
-        finally:
-            self._is_asking = before
 
     def _found(
         self,

@@ -7,8 +7,8 @@ the inputs where they must be, call, stamp the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from espalier.comm.custom_ops import unrecorded
 from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, may_be_empty, same_data
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
@@ -645,28 +646,18 @@ def _overloads(name: str) -> tuple[tuple[str, ...], ...]:
 is_strict: ContextVar[bool] = ContextVar("espalier.strict", default=False)
 
 
-@contextmanager
-def strict() -> Iterator[None]:
+def strict() -> AbstractContextManager[None]:
     """While open, a call of DTensors and a plain tensor raises; 0-d tensors, being scalars, are allowed.
 
     >>> with espalier.strict():                                       # doctest: +SKIP
     ...     loss = model(batch)
     """
-    token = is_strict.set(True)
-    try:
-        yield
-    finally:
-        is_strict.reset(token)
+    return setting(is_strict, True)
 
 
-@contextmanager
-def implicit_replication() -> Iterator[None]:
+def implicit_replication() -> AbstractContextManager[None]:
     """While open, a plain tensor among DTensors is taken as replicated, also inside :func:`strict`."""
-    token = is_strict.set(False)
-    try:
-        yield
-    finally:
-        is_strict.reset(token)
+    return setting(is_strict, False)
 
 
 def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:

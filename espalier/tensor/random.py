@@ -27,6 +27,7 @@ from espalier.comm.custom_ops import recorders
 from espalier.comm.dry import know
 from espalier.device import get_rng_state, is_accelerator, seed_generator, set_rng_state
 from espalier.layout import Layout, local_box
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.mesh.process import World
 
@@ -320,11 +321,10 @@ def drawing_by_key(mesh: Mesh, generator: torch.Generator | None = None) -> Iter
     torch.default_generator.manual_seed(int(key))
     if device is not None:
         seed_generator(device, int(key))
-    before = _by_key.set(True)
     try:
-        yield
+        with setting(_by_key, True):
+            yield
     finally:
-        _by_key.reset(before)
         torch.set_rng_state(own)
         if device is not None and of_device is not None:
             set_rng_state(device, of_device)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from espalier.comm import move
 from espalier.comm.functions import OwnFunction
 from espalier.layout import Layout, Placement, Shard, local_box
 from espalier.layout.layout import Box, D, R, known_layout
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
@@ -305,14 +306,9 @@ def teach_torch() -> None:
 _parts_asked: ContextVar[bool] = ContextVar("espalier.parts", default=False)
 
 
-@contextmanager
-def in_parts() -> Iterator[None]:
+def in_parts() -> AbstractContextManager[None]:
     """While open, state dicts of optimizers have what this rank holds, and nothing is sent for them."""
-    token = _parts_asked.set(True)
-    try:
-        yield
-    finally:
-        _parts_asked.reset(token)
+    return setting(_parts_asked, True)
 
 
 def parts_are_asked_for() -> bool:
