@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from espalier.device import MOVES, is_accelerator
 from espalier.device import number as number_on
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
-from espalier.meanwhile import setting
+from espalier.meanwhile import having, setting
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
@@ -123,17 +123,12 @@ class Accumulation:
         loss = forward(batch)
         return loss, None if self._count == "sum" else self._counted(self._count, batch)
 
-    @contextmanager
-    def of_one_call(self, numbers: Iterable[torch.Tensor]) -> Iterator[None]:
+    def of_one_call(self, numbers: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """While open, micro-batches are parts of one call, which was given these numbers: they are of all.
 
         Sums that are divided by one of them are to be added up.
         """
-        self._watcher.of_all = [x for x in numbers if not x.ndim]
-        try:
-            yield
-        finally:
-            self._watcher.of_all = []
+        return having(self._watcher, of_all=[x for x in numbers if not x.ndim])
 
     @property
     def followed(self) -> Followed | None:

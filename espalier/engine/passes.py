@@ -579,16 +579,13 @@ class Direct(Passes):
                 self.follow(x)
 
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
-        self._is_within = True
-        try:
+        with having(self, _is_within=True):
             for part in parts:
                 phase("forward")
                 loss = forward(part)
                 phase("backward")
                 backward(loss)
                 del loss
-        finally:
-            self._is_within = False
         if self.accumulation is not None:
             self.accumulation.closed = True
             self.seen.bar()
@@ -884,13 +881,10 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
             if within is not None and not is_torchs(self):
                 inner = partial(own, lambda: out)  # that asks what the loss is
         # within, the optimizer's own step, without what others have put around it: that runs now
-        outermost, self.step = self.step, inner  # type: ignore[method-assign]
-        try:
+        with having(self, step=inner):
             if not engine.step_in_loop(self):
                 made = inner()
                 out = made if closure is None else out
-        finally:
-            self.step = outermost  # type: ignore[method-assign]
         return out
 
     @functools.wraps(around)

@@ -40,6 +40,7 @@ from espalier.engine.staged_output import ModelRun
 from espalier.engine.surface import bound
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
+from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.compose import Stages, Undivided
@@ -740,13 +741,11 @@ class _Copies:
         if torch.is_grad_enabled():
             _refuse_trained(twin)
         call = passes.call
-        call.asked = TorchState.now(call.mesh.device_type)
+        now = TorchState.now(call.mesh.device_type)
         inputs, is_inference = bound(call.module, args, kwargs), torch.is_inference_mode_enabled()
-        try:
-            with torch.inference_mode(False), torch.no_grad(), self._modes_of(twin, call.module):
-                return passes.output(cloned(inputs) if is_inference else inputs, twin)
-        finally:
-            call.asked = None
+        modes = self._modes_of(twin, call.module)
+        with having(call, asked=now), torch.inference_mode(False), torch.no_grad(), modes:
+            return passes.output(cloned(inputs) if is_inference else inputs, twin)
 
     @contextmanager
     def _modes_of(self, twin: nn.Module, model: nn.Module) -> Iterator[None]:

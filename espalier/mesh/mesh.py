@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
+from espalier.meanwhile import having
 from espalier.mesh.process import running_size, start
 from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
 
@@ -606,11 +607,8 @@ def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
     must be. So it is told of no device meanwhile.
     """
     world: Any = dist.group.WORLD
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
+    with having(world, bound_device_id=None):
         group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    finally:
-        world.bound_device_id = bound
     return group
 
 
