@@ -19,7 +19,7 @@ from espalier.comm.custom_ops import observed
 from espalier.comm.functions import OwnFunction
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
-from espalier.tensor.random import Key, addends
+from espalier.tensor.random import Key, addends, in_single
 from espalier.torch_private import FakeTensor, getter, method, open_transform
 
 _BLOCK = 1024  # elements of a dropout that one program takes
@@ -138,8 +138,7 @@ class Drawn(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _threshold(p: float) -> int:
-    rounded: float = struct.unpack("f", struct.pack("f", p))[0]
-    return math.ceil(rounded * (1 << 24))
+    return math.ceil(in_single(p) * (1 << 24))
 
 
 @lru_cache(maxsize=64)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -94,6 +95,12 @@ def bits(index: torch.Tensor, key: Key) -> torch.Tensor:
     x = _xor_shift(x, 30).mul_(MIX1).add_(second)
     x = _xor_shift(x, 27).mul_(MIX2)
     return _xor_shift(x, 31)
+
+
+def in_single(x: float) -> float:
+    """A number as float32 has it."""
+    value: float = struct.unpack("f", struct.pack("f", x))[0]
+    return value
 
 
 def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as _checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -26,7 +25,7 @@ from espalier.compat.common import seed_all as set_seed  # noqa: F401
 from espalier.device import accelerator, current
 from espalier.engine.seen import gradients_seen
 from espalier.mesh.mesh import coordinate_at, place_at
-from espalier.mesh.process import running_rank
+from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 from espalier.texts import refuse
 
@@ -61,7 +60,7 @@ def get_dataloader(
     options |= {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers}
     if not add_sampler:
         return DataLoader(dataset, shuffle=shuffle, **options)
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = running_size(), running_rank()
     plan = plan_of(global_context.config, ranks)
     share, here = share_of(plan, rank)
     among, size = share // plan.data, options.get("batch_size", 1)
@@ -99,7 +98,7 @@ def get_current_device() -> torch.device:
 
 def is_dp_rank_0() -> bool:
     """Whether this rank has the first rows of a batch."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = running_size(), running_rank()
     return share_of(plan_of(global_context.config, ranks), rank)[1] == 0
 
 

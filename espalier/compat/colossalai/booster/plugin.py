@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from espalier.compat.absent import one_by_one, or_absent
@@ -16,7 +15,7 @@ from espalier.compat.colossalai.pipeline import PipelineStageManager
 from espalier.compat.colossalai.utils import sampler_of, share_of
 from espalier.compat.common import Axes
 from espalier.mesh import Mesh
-from espalier.mesh.process import running_size
+from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 from espalier.texts import Mistake, MistakeError, unknown_key
 
@@ -227,7 +226,7 @@ class Plugin:
         **options: Any,
     ) -> DataLoader[Any]:
         """A loader of this rank's rows, ``batch_size`` of them."""
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        ranks, rank = running_size(), running_rank()
         share, here = share_of(self.plan(ranks), rank)
         if distributed_sampler_cls is not None:
             sampler = distributed_sampler_cls(dataset, num_replicas=share, rank=here, shuffle=shuffle)
@@ -271,7 +270,7 @@ _OF_ZERO = {
     "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
     **_FP8,
 }
-_SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
 
 
 class TorchDDPPlugin(Plugin):
@@ -328,7 +327,7 @@ class LowLevelZeroPlugin(Plugin):
     _first = ("stage", "precision")
     _otherwise = "fp16"
     _known = (
-        *_SCALES,
+        *SCALES,
         *"stage precision max_norm reduce_bucket_size_in_m communication_dtype cpu_offload".split(),
         "extra_dp_size",
     )
@@ -362,7 +361,7 @@ class GeminiPlugin(Plugin):
 
     _otherwise = "fp16"
     _known = (
-        *_SCALES,
+        *SCALES,
         *"placement_policy offload_optim_frac offload_param_frac shard_param_frac precision max_norm tp_size "
         "extra_dp_size enable_gradient_accumulation".split(),
     )
@@ -412,7 +411,7 @@ class HybridParallelPlugin(Plugin):
     _first: tuple[str, ...] = ("tp_size", "pp_size", "sp_size", "precision", "zero_stage")
     _otherwise = "fp16"
     _known: tuple[str, ...] = (
-        *_SCALES,
+        *SCALES,
         *"tp_size pp_size sp_size precision zero_stage enable_sequence_parallelism sequence_parallelism_mode "
         "num_microbatches microbatch_size max_norm ddp_bucket_cap_mb zero_bucket_size_in_m cpu_offload "
         "communication_dtype pp_style num_model_chunks gradient_checkpoint_config".split(),
