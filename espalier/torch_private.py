@@ -346,6 +346,23 @@ def own_modules(module: torch.nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+def parameters_within(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Each parameter of a module and of all in it once, in the order of ``named_parameters()``."""
+    known: dict[int, torch.nn.Parameter] = {}
+    visited: set[int] = set()
+    waiting: list[torch.nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is None or id(inner) in visited:
+            continue
+        visited.add(id(inner))
+        for p in inner._parameters.values():
+            if p is not None:
+                known.setdefault(id(p), p)
+        waiting += [*inner._modules.values()][::-1]
+    return [*known.values()]
+
+
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """What is called before a module's forward, and after it."""
     return module._forward_pre_hooks, module._forward_hooks

@@ -36,6 +36,7 @@ from espalier.layout import Layout, Partial, Replicate
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
+from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
@@ -402,7 +403,10 @@ class Passes(ABC):
     def zero_grad(self) -> None:
         """Drop the gradients, and the micro-batches that made them."""
         self.seen.forget()
-        nn.Module.zero_grad(self.call.module)  # a model's own may be another thing
+        with raw():  # a model's own zero_grad may be another thing
+            for p in parameters_in(self.call.module):
+                if gradient_of(p) is not None:
+                    p.grad = None
         self.forget()
         self.traffic.end(done=False)
 
