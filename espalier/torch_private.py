@@ -331,6 +331,12 @@ def parametrized_values() -> dict[Any, Any]:
     return parametrize._cache
 
 
+def written_in_python(scripted: Any) -> Callable[..., Any] | None:
+    """What a function of TorchScript was made of; None of a method."""
+    source: Callable[..., Any] | None = getattr(scripted, "_torchdynamo_inline", None)
+    return source
+
+
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, to be changed, too."""
     return module._parameters
