@@ -331,6 +331,12 @@ def parametrized_values() -> dict[Any, Any]:
     return parametrize._cache
 
 
+def written_in_python(scripted: Any) -> Callable[..., Any] | None:
+    """What a function of TorchScript was made of; None of a method."""
+    source: Callable[..., Any] | None = getattr(scripted, "_torchdynamo_inline", None)
+    return source
+
+
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, to be changed, too."""
     return module._parameters
@@ -344,6 +350,23 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
 def own_modules(module: torch.nn.Module) -> dict[str, Any]:
     """The same of the modules that it holds."""
     return module._modules
+
+
+def parameters_within(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Each parameter of a module and of all in it once, in the order of ``named_parameters()``."""
+    known: dict[int, torch.nn.Parameter] = {}
+    visited: set[int] = set()
+    waiting: list[torch.nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is None or id(inner) in visited:
+            continue
+        visited.add(id(inner))
+        for p in inner._parameters.values():
+            if p is not None:
+                known.setdefault(id(p), p)
+        waiting += [*inner._modules.values()][::-1]
+    return [*known.values()]
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -46,11 +46,12 @@ from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
 from espalier.engine.kept import cloned
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
-from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
+from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
+from espalier.engine.steps import bind
 from espalier.engine.surface import (
     AsModel,
     Surface,

@@ -223,4 +223,4 @@ def without_data(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-SOUGHT = (torch.Tensor, Kept)
+SOUGHT = (Kept, torch.Tensor)

@@ -234,7 +234,10 @@ class SeenGradients:
         if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
             return None  # other ranks update others, and ask for these
         asked = set(map(id, parameters))
-        names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
+        if asked <= self._places.keys():
+            names = {self._places[i][0] for i in asked}
+        else:
+            names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
         if self._mesh.rank == 0:  # others than the model's are whole on each
             own += [p.grad for p in parameters if not isinstance(p, DTensor) and p.grad is not None]

@@ -17,9 +17,9 @@ from torch.autograd.graph import increment_version
 
 from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
-from espalier.engine.passes import model_of_steps
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
+from espalier.engine.steps import model_of_steps
 from espalier.meanwhile import having
 from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState

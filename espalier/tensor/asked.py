@@ -290,8 +290,7 @@ class Asked(Watcher):
 
 def name_value(x: Named, *name: Any) -> Named:
     """Let values be told by what is read of this tensor, which all ranks know by this name; gives it."""
-    _note(x, name)
-    x._memory = None  # type: ignore[attr-defined]
+    x._made_of, x._memory = name, None  # type: ignore[attr-defined]
     return x
 
 

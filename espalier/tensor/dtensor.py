@@ -591,7 +591,7 @@ def _refuse_gradient(layout: Layout, grad: torch.Tensor) -> NoReturn:
 
 def _known(layout: Layout) -> Layout:
     """A gradient's layout where nothing is left to sum along axes of one rank."""
-    for axis in layout.partial:
+    for axis in () if layout.is_firm else layout.partial:
         if layout.mesh.shape[axis] == 1:
             layout = layout.with_axis(axis, "R")
     return layout

@@ -73,6 +73,7 @@ from espalier.torch_private import (
     version_of,
     with_torch_functions,
     wrap_door,
+    written_in_python,
 )
 from espalier.trees import flat_map, flatten, leaves, tensors_in
 
@@ -135,6 +136,8 @@ def install() -> None:
         setattr(kind, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
     for scripted in (torch.jit.ScriptFunction, torch.ScriptMethod):
         setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
+    # as any other function; torch's cannot be copied, nor can modules that have one then
+    setattr(torch.jit.ScriptFunction, "__deepcopy__", lambda function, memo: function)  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
@@ -166,19 +169,23 @@ def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
 def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of TorchScript, which asks no types: it would compute on this rank's parts.
 
-    Nor does it know what stands for a tensor that a pipeline has yet to compute.
+    Nor does it know what stands for a tensor that a pipeline has yet to compute, or who records its calls.
+    Where it was written in Python, that is called.
     """
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         given = leaves([list(args), kwargs]) if torch_functions_on() else []
-        if any(type(x) is DTensor for x in given):
-            return carry_out(DTensor, function, (), args, kwargs)
+        is_cut = any(type(x) is DTensor for x in given)
         stands = [
             x for x in given if not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
         ]
-        if stands:
-            return handle_torch_function(function, stands, *args, **kwargs)
-        return original(function, *args, **kwargs)
+        if not (is_cut or stands or recorders()):
+            return original(function, *args, **kwargs)
+        if (source := written_in_python(function)) is not None:
+            return source(*args, **kwargs)
+        if is_cut:
+            return carry_out(DTensor, function, (), args, kwargs)
+        return handle_torch_function(function, stands, *args, **kwargs)
 
     return call
 

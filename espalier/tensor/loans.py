@@ -158,7 +158,7 @@ def keep_apart(x: torch.Tensor, place: torch.Tensor) -> None:
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a tensor is written to, is given other data, or its data is handed out."""
-    if type(x) is DTensor and x._layout.partial:
+    if type(x) is DTensor and not x._layout.is_firm:
         x._saved = True  # type: ignore[attr-defined]  # who asks knows it by its addends (see the dispatcher)
     handed = x.__dict__.get("_handed_out")
     with raw():

@@ -823,6 +823,7 @@ AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
     functions_of_ones_own_in_losses,
     layers_past_autocast,
+    functions_of_torchscript,
     losses_of_torchscript,
     sparse_graphs,
     parameters_given,
@@ -889,7 +890,7 @@ def compared(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
-@pytest.mark.filterwarnings("ignore:(spread_out|_lambda|forward|.* of sparse tensors) has no sharding rule")
+@pytest.mark.filterwarnings("ignore:(forward|.* of sparse tensors) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule")
 @pytest.mark.filterwarnings("ignore:The autograd function (Adjoint|Turned) has no rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")

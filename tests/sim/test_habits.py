@@ -42,7 +42,6 @@ PROGRAMS = [
     not in (
         habits.adjoint_methods,
         habits.sparse_graphs,
-        habits.functions_of_torchscript,
         habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,
         habits.functions_of_ones_own_in_losses,

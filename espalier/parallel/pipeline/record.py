@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout
-from espalier.tensor import DTensor, compiled, full_tensor, stamp
+from espalier.tensor import DTensor, full_tensor, recorder, stamp
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
@@ -272,7 +272,7 @@ SIZED = frozenset(
     getattr(owner, name) for name in _SIZED for owner in (torch, torch.Tensor) if hasattr(owner, name)
 )
 # answers that shapes and dtypes give
-METADATA = compiled.METADATA | {"broadcast_shapes", "broadcast_tensors_shapes"}
+METADATA = recorder.METADATA | {"broadcast_shapes", "broadcast_tensors_shapes"}
 _QUIET = METADATA | {"__get__", "__set__", full_value.__name__}
 
 
