@@ -554,9 +554,9 @@ _GIVING = (VJP, "linearize")  # a value and a function
 _BESIDE_HOOKS = (JVP, "linearize")  # torch's forward differentiation minds none
 _KEPT = (
     "A transform of torch.func in a block that is computed again in the backward pass, or has its "
-    "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms take no hooks. "
-    "The numbers are right, and this part of the block needs the memory that it needs without a plan. To "
-    "save it, write what is transformed out."
+    "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms "
+    "take no hooks. The numbers are right, and this part of the block needs the memory that it needs without "
+    "a plan. To save it, write what is transformed out."
 )
 
 
