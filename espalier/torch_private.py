@@ -44,6 +44,8 @@ try:
 
     # ---- autograd
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph  # of a backward pass
+    from torch._C._autograd import _pop_saved_tensors_default_hooks as close_saving_hooks  # the innermost
+    from torch._C._autograd import _push_saved_tensors_default_hooks as open_saving_hooks
     from torch._C._autograd import _saved_tensors_hooks_set_tracing as let_traces_pass_saving_hooks  # was so
     from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # the innermost
 

@@ -55,6 +55,7 @@ from espalier.torch_private import (
     VJP,
     FakeTensor,
     TorchDispatchMode,
+    close_saving_hooks,
     determinism_checks,
     flat_weights,
     function_mode_stack,
@@ -65,10 +66,12 @@ from espalier.torch_private import (
     module_functions,
     noop_save_inputs,
     note_constructors,
+    open_saving_hooks,
     outside_transforms,
     raw,
     replace_muon,
     same_score,
+    saved_tensors_hooks,
     torch_functions_on,
     version_of,
     with_torch_functions,
@@ -545,6 +548,13 @@ class Inside(TorchFunctionMode):
 
 
 _GIVING = (VJP, "linearize")  # a value and a function
+_BESIDE_HOOKS = (JVP, "linearize")  # torch's forward differentiation minds none
+_KEPT = (
+    "A transform of torch.func in a block that is computed again in the backward pass, or has its "
+    "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms "
+    "take no hooks. The numbers are right, and this part of the block needs the memory that it needs without "
+    "a plan. To save it, write what is transformed out."
+)
 
 
 def _holds_for_vmap(x: Any) -> bool:
@@ -566,6 +576,10 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
             return door(*args, **kwargs)
         if recording():
             raise _not_recorded(f"a function is transformed (torch.vmap, torch.func.grad: {door.__name__})")
+        if door.__name__ not in _BESIDE_HOOKS and saved_tensors_hooks(True) is not None:
+            warnings.warn(_KEPT, stacklevel=user_frame()[0])
+            with _without_hooks():
+                return entered(*args, **kwargs)
         has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
         if not has_dtensors and (not any_alive() or in_transform() is not None):
             return door(*args, **kwargs)
@@ -573,6 +587,20 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
         return (out[0], _transform(out[1]), *out[2:]) if gives else out
 
     return entered
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """While open, what autograd saves is kept as it is: torch's transforms take no hooks on that."""
+    opened: list[tuple[Any, Any]] = []
+    while (hooks := saved_tensors_hooks(True)) is not None:
+        opened.append(hooks)
+        close_saving_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(opened):
+            open_saving_hooks(pack, unpack)
 
 
 def _not_recorded(what: str) -> NotImplementedError:
