@@ -133,6 +133,8 @@ def index_and_tree(
     tree = tree_of(module, optimizer, mesh, saves, state)
 
     def take(at: str, x: torch.Tensor) -> str:
+        while at in tree:  # {1: x, "1": y}
+            at += "'"
         tree[at] = _lying(x, mesh)
         return at
 
@@ -180,12 +182,17 @@ def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
         CheckpointError: on all ranks, if there is none.
     """
     paths: list[Path] = []
+    error: OSError | None = None
     if mesh.rank == 0:
         path = Path(directory)
-        if path.is_dir() and not (path / INDEX).exists():
-            paths = checkpoints(path)
-        elif path.exists():
-            paths = [path]
+        try:
+            if path.is_dir() and not (path / INDEX).exists():
+                paths = checkpoints(path)
+            elif path.exists():
+                paths = [path]
+        except OSError as met:
+            error = met
+    agreed(error, mesh)
     paths = gather_objects(paths, mesh)[0]
     if not paths:
         raise CheckpointError(
@@ -599,7 +606,7 @@ def load_weights(
     try:
         source = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
         weights = Foreign(source, module, trained)
-    except FormatError as met:
+    except (FormatError, OSError) as met:
         error = met
     by_itself = loads_by_itself(module)
     if source is None or trained is not None or not by_itself:  # else it may know names that don't fit
@@ -709,7 +716,7 @@ class _Writing:
         """Keep the error that is met while this is open."""
         try:
             yield
-        except (OSError, ValueError) as met:
+        except Exception as met:
             self.error = met
 
 

@@ -790,14 +790,16 @@ class Engine(Surface):
                 outlives this process; it comes to outlive the machine's crash meanwhile, as after
                 :meth:`wait_saved`, and older ones stay until then. Asynchronous saves are there only when
                 they do.
-            keep: how many checkpoints to leave in ``directory``: the newest.
-            extra: plain values, tensors, or objects with ``state_dict()``, the same on all ranks.
+            keep: how many checkpoints to leave in ``directory``: the newest. None: all.
+            extra: plain values, tensors, arrays of numpy, or objects with ``state_dict()``, the same on all
+                ranks.
 
         Returns:
             the checkpoint's folder.
 
         Raises:
-            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients.
+            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients; ``keep``
+                is less than 1.
             CheckpointError: on all ranks, if it could not be written; those before it are as they were.
         """
         if self.mesh.is_dry:
