@@ -19,7 +19,7 @@ from espalier.checkpoint.folder import INDEX
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
-from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
+from espalier.checkpoint.sinks import Write, cannot_be_written, laid_out, root_of, stream
 from espalier.checkpoint.sources import Loaded, TensorSource, is_extra_state, open_any
 from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
@@ -674,7 +674,7 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
         entries = {
             name: TensorInfo(tuple(x.shape), dtypes[name]).cast(form.dtype) for name, x in state.items()
         }
-        writing = _Writing()
+        writing = _Writing(path)
         if mesh.rank == 0:
             with writing.careful():
                 sink = laid_out(path, kind, entries, ties, form.shard_bytes, form.metadata)
@@ -702,7 +702,8 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
 class _Writing:
     """Writes on the first rank; an error is kept, so that all ranks go on together."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self.error: Exception | None = None
         self.write: Write | None = None
 
@@ -716,6 +717,8 @@ class _Writing:
         """Keep the error that is met while this is open."""
         try:
             yield
+        except OSError as met:
+            self.error = ValueError(cannot_be_written(self._path, met))
         except Exception as met:
             self.error = met
 

@@ -49,6 +49,7 @@ from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
+from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
 from espalier.engine.steps import bind
@@ -254,6 +255,7 @@ class Engine(Surface):
             return
         self.arrangement = arrangement
         tell_libraries(self)
+        gradients = held_gradients(self.module) if self.gives_whole_states else []
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
         parametrized_values().clear()  # they were made of what parameters were before
@@ -262,6 +264,7 @@ class Engine(Surface):
         if self.optimizer is not None:
             self._begin_updates(self.optimizer, data)
         self.passes.begin(data)
+        give_back(gradients)
 
     def _recompute(self) -> None:
         how = self.plan.recompute_inputs, self._policy

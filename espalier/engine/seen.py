@@ -29,6 +29,17 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
 Around = Callable[[Callable[[], None]], None]
 
 
+def held_gradients(module: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The whole gradients that a program has given parameters which are plain yet: those of a file, say."""
+    return [(p, p.grad) for p in parameters_in(module) if type(p) is not DTensor and p.grad is not None]
+
+
+def give_back(gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Let parameters that are laid out now have their gradients again, which went with the plain ones."""
+    for p, grad in gradients:
+        p.grad = grad.to(p.dtype)
+
+
 class SeenGradients:
     """Bars ``p.grad`` while it is no gradient of the whole batch; tells of changes to what is another thing.
 

@@ -680,7 +680,9 @@ def known_mesh(
     asked_for = " × ".join(f"{name} {n}" for name, n in axes.items())
     raise ValueError(
         f"What is loaded lies on the mesh {asked_for} of the ranks {list(ranks)}, and there is none like it. "
-        "Make it first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
+        "It is one rank's part; what any number of ranks reads is written by engine.save(path), of an "
+        "average or another copy of the model by engine.save(path, average=average). Or make that mesh "
+        "first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
     )
 
 

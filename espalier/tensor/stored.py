@@ -111,7 +111,8 @@ def reduced(x: DTensor, *, is_kept: bool = True) -> tuple[Any, ...]:
             "A pickle of a tensor that is cut over ranks keeps this rank's part, which only this rank of "
             "such a mesh can read. What espalier.prepare gave has all: call model.state_dict() and "
             "optimizer.state_dict() on all ranks, and torch.save on one (model.module.state_dict() has "
-            "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor().",
+            "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor(). "
+            "engine.save(path, average=average) has averages and other copies of the model, whole.",
             stacklevel=user_frame()[0],
         )
     if whole and not mesh.is_dry:

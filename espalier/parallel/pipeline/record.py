@@ -765,6 +765,8 @@ class Marks:
             return x
         if id(x) not in self._known:
             self._known[id(x)] = type(x)  # where it is within itself
+            if hasattr(type(x), "save_pretrained"):
+                held = {k: y for k, y in held.items() if k not in _NOTED_BY_A_SAVE}
             self._left -= len(held)
             marked = (type(x), {k: self._mark(y) for k, y in held.items()}) if self._left > 0 else x
             self._known[id(x)] = x if self._left <= 0 else marked
@@ -772,6 +774,8 @@ class Marks:
 
 
 OF_TORCH = frozenset({*TABLES, *HOOKS, *HOOK_OPTIONS, *STATE_HOOKS})  # attributes of modules
+# in a configuration of transformers, on the one rank that saves the model; no forward asks for it
+_NOTED_BY_A_SAVE = frozenset({"architectures", "dtype"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
