@@ -198,6 +198,16 @@ def tensor_attributes() -> dict[str, Any]:
 # ---- private attributes of tensors and of their memory
 
 
+def holders_of_memory(x: torch.Tensor) -> int:
+    """How many tensors lie in the memory of one, itself among them; 2, where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return 2
+    storage = x.untyped_storage()
+    held: int = count(storage._cdata)
+    return held - 1  # by this object of Python's, too
+
+
 def memory_id(x: torch.Tensor | torch.UntypedStorage) -> int:
     """A number of the memory that a tensor lies in, which all that lie there share while one lives.
 
