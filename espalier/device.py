@@ -26,12 +26,9 @@ from espalier.torch_private import allocator_settings, set_allocator_settings
 MOVES = tuple(name for name in ("cpu", "cuda", "xpu") if hasattr(torch.Tensor, name))
 
 # what names the devices that a process sees
-VISIBLE: Final = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
+VISIBLE: Final = tuple(
+    "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK "
+    "ASCEND_RT_VISIBLE_DEVICES".split()
 )
 # what NCCL must be told so that ranks may share a device
 _SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}

@@ -217,21 +217,3 @@ def _dotted(*names: str) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-
-
-__all__ = [
-    "MISSING",
-    "Count",
-    "Mistake",
-    "MistakeError",
-    "Positive",
-    "Settings",
-    "did_you_mean",
-    "in_columns",
-    "listed",
-    "mistakes_in",
-    "nearest",
-    "read_table",
-    "similar",
-    "unknown_key",
-]

@@ -45,6 +45,8 @@ try:
 
     # ---- autograd
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph  # of a backward pass
+    from torch._C._autograd import _pop_saved_tensors_default_hooks as close_saving_hooks  # the innermost
+    from torch._C._autograd import _push_saved_tensors_default_hooks as open_saving_hooks
     from torch._C._autograd import _saved_tensors_hooks_set_tracing as let_traces_pass_saving_hooks  # was so
     from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # the innermost
 
@@ -197,6 +199,16 @@ def tensor_attributes() -> dict[str, Any]:
 # ---- private attributes of tensors and of their memory
 
 
+def holders_of_memory(x: torch.Tensor) -> int:
+    """How many tensors lie in the memory of one, itself among them; 2, where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return 2
+    storage = x.untyped_storage()
+    held: int = count(storage._cdata)
+    return held - 1  # by this object of Python's, too
+
+
 def memory_id(x: torch.Tensor | torch.UntypedStorage) -> int:
     """A number of the memory that a tensor lies in, which all that lie there share while one lives.
 
@@ -332,6 +344,12 @@ def parametrized_values() -> dict[Any, Any]:
     return parametrize._cache
 
 
+def written_in_python(scripted: Any) -> Callable[..., Any] | None:
+    """What a function of TorchScript was made of; None of a method."""
+    source: Callable[..., Any] | None = getattr(scripted, "_torchdynamo_inline", None)
+    return source
+
+
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, to be changed, too."""
     return module._parameters
@@ -345,6 +363,23 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
 def own_modules(module: torch.nn.Module) -> dict[str, Any]:
     """The same of the modules that it holds."""
     return module._modules
+
+
+def parameters_within(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Each parameter of a module and of all in it once, in the order of ``named_parameters()``."""
+    known: dict[int, torch.nn.Parameter] = {}
+    visited: set[int] = set()
+    waiting: list[torch.nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is None or id(inner) in visited:
+            continue
+        visited.add(id(inner))
+        for p in inner._parameters.values():
+            if p is not None:
+                known.setdefault(id(p), p)
+        waiting += [*inner._modules.values()][::-1]
+    return [*known.values()]
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

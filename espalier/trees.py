@@ -110,11 +110,13 @@ def leaves(
 
 def _inner(tree: Any, sought: tuple[type, ...] | None) -> Iterable[Any] | None:
     """What is in a container; None of a leaf."""
+    if sought is not None and isinstance(tree, sought):  # first: others may have an answer of their own to it
+        return None
     if isinstance(tree, _CONTAINERS):
-        if isinstance(tree, torch.Size) or (sought is not None and isinstance(tree, sought)):
+        if isinstance(tree, torch.Size):
             return None
         return tree.values() if isinstance(tree, dict) else tree
-    if sought is None or isinstance(tree, sought):
+    if sought is None:
         return None
     if isinstance(tree, slice):
         return (tree.start, tree.stop, tree.step)

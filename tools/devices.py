@@ -54,7 +54,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "compat/deepspeed/checkpointing.py": {"CudaRNG": "a name of DeepSpeed", "cuda_": "names of DeepSpeed"},
     "compat/deepspeed/comm.py": {"torch_nccl": "a name of DeepSpeed"},
     "compat/deepspeed/inference.py": {"enable_cuda_graph": "a name of DeepSpeed"},
-    "compat/deepspeed/keys.py": {PINNED: "a name of DeepSpeed"},
     "compat/deepspeed/ops.py": {PINNED: "a name of DeepSpeed"},
     "compat/deepspeed/runtime.py": {PINNED: "a name of DeepSpeed, and of torch's DataLoader"},
     "compat/deepspeed/timers.py": {"CudaEventTimer": "a name of DeepSpeed"},

@@ -68,9 +68,14 @@ class Classes:
         kinds = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         self._by_name = {name: [k for k in kinds if k.name == name] for name in {k.name for k in kinds}}
 
-    def own(self, kind: ast.ClassDef) -> set[str]:
-        """The attributes of a class, and of those of the package that it is derived from."""
+    def own(self, kind: ast.ClassDef, below: tuple[ast.ClassDef, ...] = ()) -> set[str]:
+        """The attributes of a class, and of those of the package that it is derived from.
+
+        Classes are known by their names alone: one that stands for another library's of its own name, and
+        has that below it, is not looked at again from ``below``.
+        """
         names: set[str] = set()
+        known = (*below, kind)
         for node in ast.walk(kind):
             if isinstance(node, ast.FunctionDef):
                 names.add(node.name)
@@ -80,7 +85,8 @@ class Classes:
                 names.update(map(str, ast.literal_eval(node.value)))
         for base in kind.bases:
             name = dotted(base.value if isinstance(base, ast.Subscript) else base).rpartition(".")[2]
-            names.update(*(self.own(other) for other in self._by_name.get(name, ()) if other is not kind))
+            bases = (other for other in self._by_name.get(name, ()) if other not in known)
+            names.update(*(self.own(other, known) for other in bases))
         return names
 
 

@@ -9,8 +9,10 @@ import argparse
 import base64
 import json
 import math
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -261,7 +263,8 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
 
     Args:
         at: where it stands, for errors and the names of tensors.
-        tensor: takes a tensor in it, and gives the name by which it will be known.
+        tensor: takes a tensor in it and the name of its place, which others may have too; gives the one by
+            which it will be known.
 
     Raises:
         ValueError: it, or something in it, is none of the plain values.
@@ -274,9 +277,11 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
         return {"$tensor": tensor(at, value)}
     if isinstance(value, tuple | list | deque):
         items = [encode(x, f"{at}.{i}", tensor) for i, x in enumerate(value)]
-        return (
-            items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$deque": items}
-        )
+        if isinstance(value, list):
+            return items
+        if isinstance(value, tuple):
+            return {"$tuple": items}
+        return {"$deque": items} if value.maxlen is None else {"$window": [value.maxlen, items]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, at, tensor)
     if isinstance(value, bytes):
@@ -295,14 +300,22 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
         return {"$set": [encode(x, at, tensor) for x in sorted(value, key=repr)]}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
         return encode(value.item(), at, tensor)
+    if _is_array(value):
+        with suppress(TypeError, ValueError):  # of texts or objects, say
+            return {"$array": tensor(at, torch.from_numpy(value.copy()))}
     for kind in (bool, int, float, str):
         if isinstance(value, kind):  # an enum's member, say
             return encode(kind(value), at, tensor)
     raise ValueError(
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved. Give "
-        "numbers, strings, paths, tensors, or lists, tuples, sets, dicts and Namespaces of them, or an "
-        "object with state_dict()."
+        "numbers, strings, paths, tensors, arrays, or lists, tuples, sets, dicts and Namespaces of them, or "
+        "an object with state_dict()."
     )
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # where nobody has loaded it, none is there
+    return numpy is not None and type(value) is numpy.ndarray
 
 
 def _encode_mapping(value: Mapping[Any, Any], at: str, tensor: Take) -> Any:
@@ -347,9 +360,13 @@ def decode(value: Any, tensor: Give) -> Any:
         return Path(content)
     if kind == "$set":
         return {decode(x, tensor) for x in content}
+    if kind == "$array":
+        return tensor(content).numpy()
     if kind in ("$tuple", "$deque"):
         items = [decode(x, tensor) for x in content]
         return tuple(items) if kind == "$tuple" else deque(items)
+    if kind == "$window":
+        return deque((decode(x, tensor) for x in content[1]), maxlen=content[0])
     if kind in ("$dict", "$ordered", "$counter"):
         pairs = {decode(k, tensor): decode(x, tensor) for k, x in content}
         return {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}[kind](pairs)

@@ -36,24 +36,12 @@ _ALIGNED = 64  # elements at multiples of which parameters begin
 _COMPARED = 256  # of a parameter's beginning and end
 _COLUMNS = ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
 _ROWS = ("linear_proj.weight", "linear_fc2.weight")
-_ORDER = (
-    "embedding.word_embeddings",
-    "embedding.position_embeddings",
-    "input_layernorm",
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv.layer_norm",
-    "self_attention.linear_qkv",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1.layer_norm",
-    "mlp.router",
-    "mlp.experts",
-    "mlp.shared_experts",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "final_layernorm",
-    "output_layer",
+_ORDER = tuple(
+    "embedding.word_embeddings embedding.position_embeddings input_layernorm "
+    "self_attention.linear_proj self_attention.linear_qkv.layer_norm self_attention.linear_qkv "
+    "self_attention.q_layernorm self_attention.k_layernorm pre_mlp_layernorm "
+    "mlp.linear_fc1.layer_norm mlp.router mlp.experts mlp.shared_experts mlp.linear_fc1 "
+    "mlp.linear_fc2 final_layernorm output_layer".split()
 )
 """Modules as a model of Megatron's has them, within a layer and around all."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.*)")

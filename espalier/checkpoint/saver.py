@@ -74,13 +74,16 @@ class Saver:
 
         Raises:
             CheckpointError: on all ranks, if it could not be written.
+            ValueError: on all ranks, if ``keep`` is less than 1.
         """
         self.wait()
         mesh = self.mesh
-        own = secrets.token_hex(4), socket.gethostname(), str(Path(directory).resolve())
+        own = secrets.token_hex(4), keep, socket.gethostname(), str(Path(directory).resolve())
         of_ranks = gather_objects(own, mesh)
-        self._token = self._token or of_ranks[0][0]
-        _see_one_folder([place for _, *place in of_ranks])
+        token, keep = of_ranks[0][:2]
+        self._token = self._token or token
+        _see_some_stay(keep)
+        _see_one_folder([place for _, _, *place in of_ranks])
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
@@ -136,6 +139,19 @@ class Saver:
                 except (RuntimeError, ValueError) as met:
                     work.give_up(undo=True)
                     raise CheckpointError(str(met)) from met
+
+
+def _see_some_stay(keep: int | None) -> None:
+    """See that the checkpoint that is about to be written is not taken away at once.
+
+    Raises:
+        ValueError: it would be.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(
+            f"keep = {keep}: so many checkpoints would stay in the folder, not even this one. Give 1 or "
+            "more, or None, which keeps all."
+        )
 
 
 def _see_one_folder(places: Sequence[Sequence[str]]) -> None:

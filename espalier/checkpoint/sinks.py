@@ -462,8 +462,13 @@ def export(
                 if file.is_file() and _accompanies(file.name):
                     shutil.copyfile(file, out / file.name)
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror or error}.") from None
+        raise ValueError(cannot_be_written(out, error)) from None
     return len(entries)
+
+
+def cannot_be_written(path: Path, error: OSError) -> str:
+    """The words of an error about weights that are written."""
+    return f"{path} cannot be written: {error.strerror or error}. Make space, or name another place."
 
 
 def _named_optimizer(

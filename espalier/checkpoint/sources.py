@@ -9,6 +9,7 @@ nothing else. Values come from ``torch.load(weights_only=True)``.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -487,6 +488,9 @@ def read_value(path: Path, offset: int, length: int) -> Any:
         return torch.load(io.BytesIO(stored_bytes), map_location="cpu", weights_only=True)
 
 
+_WHAT_TORCH_MET = "WeightsUnpickler error:"  # before it stands what to do of one's own
+
+
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
     """Tell whatever goes wrong while a file is read as ``what`` in one sentence."""
@@ -494,11 +498,12 @@ def reading(path: Path, what: str) -> Iterator[None]:
         yield
     except FormatError:
         raise
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
     # a broken file makes its readers fail in any way
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # else it points before its beginning
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from None
+        said = str(error).rpartition(_WHAT_TORCH_MET)[2].strip() or type(error).__name__
+        first = said.splitlines()[0].split(". ")[0][:200]
         raise FormatError(
             f"{path} cannot be read as {what}: {first}. It is damaged, of another format, or holds "
             "objects of classes, which are not loaded, for they could run any code. Save tensors and plain "

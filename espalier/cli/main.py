@@ -35,57 +35,34 @@ app = typer.Typer(
 
 JobFile = Annotated[
     Path,
-    typer.Argument(metavar="JOB.toml", help="The job file, or a shipped job's name.", show_default=False),
+    typer.Argument(metavar="JOB.toml", help="The job file, or a shipped job's name."),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a value of the job, as in --set plan.tensor=2.",
-        show_default=False,
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job, as in --set plan.tensor=2."),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        "-n",
-        "--ranks",
-        min=1,
-        help="Ranks in all: the data axis takes what the other axes leave.",
-        show_default=False,
-    ),
+    typer.Option("-n", "--ranks", min=1, help="Ranks in all: the data axis takes what the other axes leave."),
 ]
-Port = Annotated[
-    int | None, typer.Option(help="Where the ranks meet; a free port if not given.", show_default=False)
-]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Machines that take part.", show_default=False)
-]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", min=0, help="Which of them this is.", show_default=False)
-]
+Port = Annotated[int | None, typer.Option(help="Where the ranks meet; a free port if not given.")]
+Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines that take part.")]
+NodeRank = Annotated[int | None, typer.Option("--node-rank", min=0, help="Which of them this is.")]
 Rendezvous = Annotated[
     str | None,
-    typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is.", show_default=False),
+    typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.", show_default=False)]
-To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.", show_default=False)]
-Dtype = Annotated[
-    str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.", show_default=False)
-]
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.", show_default=False)
-]
-Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a page.", show_default=False)]
+From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.")]
+To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON.")]
+Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a page.")]
 Like = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Whose config.json tells Megatron's names, and goes along.", show_default=False
-    ),
+    typer.Option(metavar="FOLDER", help="Whose config.json tells Megatron's names, and goes along."),
 ]
-Tree = Annotated[str | None, typer.Option(help="The nested dict that holds the weights.", show_default=False)]
+Tree = Annotated[str | None, typer.Option(help="The nested dict that holds the weights.")]
 
 
 def _version(asked: bool) -> None:
@@ -187,9 +164,7 @@ def dry(
     rank: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="AXIS=NUMBER",
-            help="Which rank to play, as --rank pipe=3. May stand several times.",
-            show_default=False,
+            metavar="AXIS=NUMBER", help="Which rank to play, as --rank pipe=3. May stand several times."
         ),
     ] = None,
     json_: Json = None,
@@ -217,19 +192,16 @@ def plan(
         typer.Option(
             metavar="NAME|FILE",
             help="A cluster that is shipped, a file, or here: this machine, as calibrate measured it.",
-            show_default=False,
         ),
     ],
     set_: Set = None,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="How many of the cluster's.", show_default=False),
+        typer.Option("-n", "--ranks", min=1, help="How many of the cluster's."),
     ] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="What is not searched, as --fix tensor=8.", show_default=False
-        ),
+        typer.Option(metavar="KEY=VALUE", help="What is not searched, as --fix tensor=8."),
     ] = None,
     memory: Annotated[float, typer.Option(help="The share of a device's memory that may be taken.")] = 0.92,
     quick: Annotated[bool, typer.Option("--quick", help="Leave the best ones' dry runs out.")] = False,
@@ -237,7 +209,7 @@ def plan(
     html: Page = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write its step as a trace, for Perfetto.", show_default=False),
+        typer.Option(metavar="FILE", help="Write its step as a trace, for Perfetto."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -252,7 +224,7 @@ def plan(
         from espalier.train.job import Job
 
         foreseen = foresee(Job.load(job, set_ or []), cluster, ranks, fix or [], memory, quick=quick)
-        Console().print(foreseen.text, highlight=False, markup=False, soft_wrap=True)
+        say(Console(), foreseen.text)
         if json_ is not None:
             json_.write_text(json.dumps(foreseen.table, indent=1) + "\n", "utf-8")
         if html is not None and foreseen.fits:
@@ -267,15 +239,15 @@ def plan(
 def calibrate(
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="One a device, or core, by default.", show_default=False),
+        typer.Option("-n", "--ranks", min=1, help="One a device, or core, by default."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="cpu, or the accelerator's, if there is one.", show_default=False),
+        typer.Option(metavar="TYPE", help="cpu, or the accelerator's, if there is one."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default.", show_default=False),
+        typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default."),
     ] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
     disk: Annotated[
@@ -283,7 +255,6 @@ def calibrate(
         typer.Option(
             metavar="FOLDER",
             help="On the disk for what plans keep off the device; one in the cache by default.",
-            show_default=False,
         ),
     ] = None,
     debug: Debug = False,
@@ -317,9 +288,7 @@ def compare(
     html: Page = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write both steps of its pipeline, for Perfetto.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Write both steps of its pipeline, for Perfetto."),
     ] = None,
     port: Port = None,
     debug: Debug = False,
@@ -369,7 +338,7 @@ def explain(job: JobFile, set_: Set = None, ranks: Ranks = None, debug: Debug = 
         from espalier.train.building import layout_table
 
         table = layout_table(loaded)
-        Console().print(str(table), highlight=False, markup=False, soft_wrap=True)
+        say(Console(), str(table))
 
 
 @app.command()
@@ -379,16 +348,12 @@ def schedule(
     ] = "1f1b",
     stages: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Pipe ranks (4 if not given), each with --virtual stages.", show_default=False
-        ),
+        typer.Option(min=1, help="Pipe ranks (4 if not given), each with --virtual stages."),
     ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches (8 if not given).", show_default=False)
-    ] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches (8 if not given).")] = None,
     virtual: Annotated[
         int | None,
-        typer.Option(min=1, help="Stages a rank: 2 for interleaved and zbv, else 1.", show_default=False),
+        typer.Option(min=1, help="Stages a rank: 2 for interleaved and zbv, else 1."),
     ] = None,
     times: Annotated[
         str, typer.Option(metavar="F,I,W", help="How long forward and both parts of backward take.")
@@ -432,9 +397,7 @@ def schedule(
 )
 def run(
     context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT.py", help="A script, or -m MODULE.", show_default=False)
-    ],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="A script, or -m MODULE.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")] = 1,
     port: Port = None,
     nodes: Nodes = None,
@@ -442,7 +405,7 @@ def run(
     rdzv: Rendezvous = None,
     logs: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where prints of ranks 1, 2, ... are kept.", show_default=False),
+        typer.Option(metavar="FOLDER", help="Where prints of ranks 1, 2, ... are kept."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -472,15 +435,13 @@ def run(
             raise typer.Exit(code if code > 0 else 128 - code) from None
 
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 
 
 @app.command()
 def watch(
     run: Run,
-    port: Annotated[
-        int | None, typer.Option(help="Of this machine; a free one if not given.", show_default=False)
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Of this machine; a free one if not given.")] = None,
     show: Annotated[bool, typer.Option("--open", help="Open a browser on it.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -525,19 +486,14 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The file to write.")] = Path("job.toml"),
     model: Annotated[
         str | None,
-        typer.Option(
-            help="gpt, gpt2, bert, vit, moe, a folder with config.json, or module:function.",
-            show_default=False,
-        ),
+        typer.Option(help="gpt, gpt2, bert, vit, moe, a folder with config.json, or module:function."),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="stdlib, or a file or folder of text, records, tokens or images.", show_default=False
-        ),
+        typer.Option(help="stdlib, or a file or folder of text, records, tokens or images."),
     ] = None,
-    field: Annotated[str, typer.Option(help="Column that holds the text.", show_default=False)] = "",
-    chat: Annotated[str, typer.Option(help="Column that holds conversations.", show_default=False)] = "",
+    field: Annotated[str, typer.Option(help="Column that holds the text.")] = "",
+    chat: Annotated[str, typer.Option(help="Column that holds conversations.")] = "",
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks of the data axis.")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="Stage of ZeRO.")] = 0,
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
@@ -567,18 +523,15 @@ def generate(
         typer.Argument(
             metavar="CHECKPOINT",
             help="A run's folder, a checkpoint, or a folder with config.json and weights.",
-            show_default=False,
         ),
     ],
-    prompt: Annotated[str, typer.Option(help="What to go on with.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="What to go on with.")],
     tokens: Annotated[int, typer.Option(min=1, help="At most so many.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(min=1, help="Draw among so many.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.")] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Its tokenizer.json, or the folder.", show_default=False)
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Its tokenizer.json, or the folder.")] = None,
     debug: Debug = False,
 ) -> None:
     """Let a trained model write."""
@@ -592,7 +545,7 @@ def generate(
 
 @app.command()
 def migrate(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A program.", show_default=False)],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A program.")],
     write: Annotated[bool, typer.Option("--write", help="Change the file.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -621,9 +574,7 @@ def migrate(
 
 @app.command()
 def checkpoint(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them.", show_default=False)
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them.")],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all and compare with the checksums.")
     ] = False,
@@ -712,7 +663,7 @@ def _convert(
         if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise ValueError(f"--dtype {dtype}: expected a dtype of floats, as float32, bfloat16 or float16.")
         count = export(source, out, form, dtype=kind, tree=tree, **more)
-        Console().print(f"{count} tensors written to {out}", highlight=False, markup=False, soft_wrap=True)
+        say(Console(), f"{count} tensors written to {out}")
 
 
 def main() -> None:

@@ -105,11 +105,15 @@ def numbers_of_all(numbers: list[int], mesh: Mesh) -> list[list[int]]:
 
     One all-gather along each axis.
     """
-    rows = torch.tensor([numbers], dtype=torch.int64, device=speaks_on(mesh))
+    own = torch.tensor([numbers], dtype=torch.int64, device=speaks_on(mesh))
+    by_rank: list[list[int]] = _rows_of_all(own, mesh).tolist()
+    return by_rank
+
+
+def _rows_of_all(rows: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     for axis in reversed(range(mesh.ndim)):
         rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
-    by_rank: list[list[int]] = rows.tolist()
-    return by_rank
+    return rows
 
 
 def gather_objects(thing: Any, mesh: Mesh) -> list[Any]:
@@ -124,9 +128,7 @@ def bytes_of_all(said: bytes, sizes: Sequence[int], mesh: Mesh) -> list[bytes]:
     rows = torch.zeros(1, max(sizes), dtype=torch.uint8, device=speaks_on(mesh))
     if said:
         rows[0, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    for axis in reversed(range(mesh.ndim)):
-        rows = collectives.all_gather(rows, mesh, axis, 0, rows.shape[0] * mesh.shape[axis])
-    said_by = rows.cpu().numpy()
+    said_by = _rows_of_all(rows, mesh).cpu().numpy()
     return [row[:size].tobytes() for row, size in zip(said_by, sizes, strict=True)]
 
 

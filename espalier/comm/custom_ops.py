@@ -126,11 +126,22 @@ def library() -> Any:
     return torch.library.Library("espalier", "DEF")  # type: ignore[no-untyped-call]
 
 
+def defined(signature: str, kernel: Callable[..., Any], shaped: Callable[..., Any]) -> Any:
+    """A new operator of the name space, ``name(arguments) -> results``.
+
+    Args:
+        shaped: the same without values.
+    """
+    home, name = library(), signature.partition("(")[0]
+    home.define(signature)
+    home.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"espalier::{name}", shaped, lib=home)
+    return getattr(torch.ops.espalier, name).default
+
+
 @lru_cache
 def _operator(function: Callable[..., torch.Tensor]) -> Any:
     # made when first traced: programs that compile nothing are spared the time
-    name, home = function.__name__, library()
-
     def kernel(x: torch.Tensor, mesh: str, axis: int, constants: str) -> torch.Tensor:
         return function(x, _meshes[mesh], axis, *parsed(constants))
 
@@ -138,10 +149,8 @@ def _operator(function: Callable[..., torch.Tensor]) -> Any:
         out = function(x, _dry(_meshes[mesh]), axis, *parsed(constants))
         return torch.empty_like(x, memory_format=torch.contiguous_format) if out is x else out
 
-    home.define(f"{name}(Tensor x, str mesh, int axis, str constants) -> Tensor")
-    home.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"espalier::{name}", shaped, lib=home)
-    operator = getattr(torch.ops.espalier, name).default
+    signature = f"{function.__name__}(Tensor x, str mesh, int axis, str constants) -> Tensor"
+    operator = defined(signature, kernel, shaped)
     keep_order(operator)
     return operator
 
@@ -149,11 +158,7 @@ def _operator(function: Callable[..., torch.Tensor]) -> Any:
 @lru_cache
 def copy_operator() -> Any:
     """A copy that no compiler leaves out."""
-    home = library()
-    home.define("copied(Tensor x) -> Tensor")
-    home.impl("copied", torch.clone, "CompositeExplicitAutograd")
-    torch.library.register_fake("espalier::copied", torch.clone, lib=home)
-    return torch.ops.espalier.copied.default
+    return defined("copied(Tensor x) -> Tensor", torch.clone, torch.clone)
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.backend import Work
 from espalier.comm.custom_ops import recorders, tracers
+from espalier.comm.functions import MeetingFunction, OwnFunction
 from espalier.layout import (
     Layout,
     Step,
@@ -315,10 +316,7 @@ def move_as(
     return moved
 
 
-class _MoveAs(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _MoveAs(MeetingFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -341,10 +339,7 @@ class _MoveAs(torch.autograd.Function):
         return (back if ctx.plan.scale is None else back * ctx.plan.scale).to(before), None, None, None
 
 
-class _Move(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _Move(MeetingFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: RedistributePlan) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -366,9 +361,7 @@ class _Move(torch.autograd.Function):
         return redistribute_by(tangent, ctx.plan)
 
 
-class _Shadow(torch.autograd.Function):
-    espalier = True
-
+class _Shadow(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, device: str) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -388,9 +381,7 @@ def on_dry(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return shadow
 
 
-class _Written(torch.autograd.Function):
-    espalier = True
-
+class _Written(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -615,9 +606,7 @@ def _asked(x: torch.Tensor) -> Uses:
     return _uses(x)
 
 
-class _Probe(torch.autograd.Function):
-    espalier = True
-
+class _Probe(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seen: list[Uses]) -> torch.Tensor:
         ctx.seen = seen

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm.collectives import passing
-from espalier.comm.custom_ops import library, mesh_of
+from espalier.comm.custom_ops import defined, mesh_of
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
 from espalier.torch_private import keep_order
@@ -140,18 +140,13 @@ GATHERED, SUMMED = "gathered_products", "summed_products"
 @lru_cache
 def operators() -> tuple[Any, Any]:
     """The two, as effects: ``mesh``, ``axis`` and what the collective in whose place they stand is told."""
-    home = library()
     spot = "str mesh, int axis, int size, Tensor[] weights"
-    home.define(f"{GATHERED}(Tensor x, {spot}, Tensor?[] biases) -> Tensor[]")
-    home.define(f"{SUMMED}(Tensor[] xs, {spot}, Tensor[] biases, ScalarType? dtype) -> Tensor")
-    home.impl(GATHERED, _gathered, "CompositeExplicitAutograd")
-    home.impl(SUMMED, _summed, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"espalier::{GATHERED}", _gathered_shapes, lib=home)
-    torch.library.register_fake(f"espalier::{SUMMED}", _summed_shape, lib=home)
-    pair = tuple(getattr(torch.ops.espalier, name).default for name in (GATHERED, SUMMED))
+    gathered = f"{GATHERED}(Tensor x, {spot}, Tensor?[] biases) -> Tensor[]"
+    summed = f"{SUMMED}(Tensor[] xs, {spot}, Tensor[] biases, ScalarType? dtype) -> Tensor"
+    pair = defined(gathered, _gathered, _gathered_shapes), defined(summed, _summed, _summed_shape)
     for operator in pair:
         keep_order(operator)
-    return pair[0], pair[1]
+    return pair
 
 
 def _gathered(x: torch.Tensor, mesh: str, axis: int, size: int, weights: Tensors, biases: Biases) -> Tensors:

@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function
 from espalier.comm import collectives
 from espalier.comm.collectives import send
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import MeetingFunction
 from espalier.layout import Layout
 from espalier.layout.layout import bounds
 from espalier.mesh import Mesh
@@ -87,10 +88,7 @@ def exchange(
     return exchange(x, mesh, inner, dim, between[there], want[there * m : (there + 1) * m])
 
 
-class _Exchange(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _Exchange(MeetingFunction):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, dim: int, have: Any, want: Any
@@ -229,10 +227,7 @@ def send_rows(x: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: li
     return x if mesh.shape[axis] == 1 else _apply_rows(x, mesh, axis, gets, gives)
 
 
-class _Send(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _Send(MeetingFunction):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, mesh: Mesh, axis: int, gets: list[int], gives: list[int]

@@ -8,7 +8,9 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
-from typing import Any, NoReturn, Union
+from typing import Any, NoReturn, TypeVar, Union
+
+T = TypeVar("T")
 
 
 class Absent:
@@ -130,7 +132,7 @@ class Names:
         elsewhere: Mapping[str, str],
     ) -> None:
         self._package, self._theirs, self._getter = package, theirs, getter
-        self._instead, self._elsewhere = _one_by_one(instead), _one_by_one(elsewhere)
+        self._instead, self._elsewhere = one_by_one(instead), one_by_one(elsewhere)
 
     def __call__(self, name: str) -> Any:
         if name in self._elsewhere:
@@ -173,7 +175,8 @@ def or_absent(
     return Names(package, theirs, instead, getter, elsewhere)
 
 
-def _one_by_one(table: Mapping[str, str]) -> dict[str, str]:
+def one_by_one(table: Mapping[str, T]) -> dict[str, T]:
+    """A table whose keys are names, apart by spaces, as one of single names."""
     return {name: text for names, text in table.items() for name in names.split()}
 
 

@@ -100,7 +100,24 @@ class _Schedule(AcceleratedScheduler):
             super().step(*args, **kwargs)
 
 
-class Accelerator(accelerate.Accelerator):
+class OfWholes(accelerate.Accelerator):
+    """accelerate's, for what lies on several ranks, or is yet to be computed in a pipeline."""
+
+    @property
+    def is_last_process(self) -> bool:
+        """True for one rank of all."""
+        return bool(self.state.process_index == self.state.num_processes - 1)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever, of the whole values."""
+        return super().reduce(whole_values(tensor, "reduce"), *args, **kwargs)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ever, of the whole values."""
+        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
+
+
+class Accelerator(OfWholes):
     """As ``accelerate.Accelerator``: ``espalier run -n 4 script.py``, or torchrun.
 
     Args:
@@ -160,11 +177,6 @@ class Accelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         """Which of them this is; ranks that share a batch have the same."""
         return self._readers.place
-
-    @property
-    def is_last_process(self) -> bool:
-        """True for one rank of all."""
-        return bool(self.state.process_index == self.state.num_processes - 1)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
@@ -340,10 +352,6 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(chosen, gathered)
 
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; of what lies on several ranks the whole."""
-        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the rows that fill up the last batch; objects too."""
         input_data = whole_values(input_data, "gather_for_metrics")
@@ -366,7 +374,7 @@ class Accelerator(accelerate.Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of all ranks' tensors; of ranks that share a batch one counts."""
-        reduced = super().reduce(whole_values(tensor, "reduce"), reduction, scale)
+        reduced = super().reduce(tensor, reduction, scale)
         if not self._readers.is_shared or reduction != "sum":
             return reduced
         return recursively_apply(self._readers.one_of_each, reduced)

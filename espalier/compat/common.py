@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -149,6 +152,18 @@ class Readers:
         return total / self.among if total.is_floating_point() else total // self.among
 
 
+def seed_all(seed: int) -> None:
+    """Of Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002  # that of programs which draw by numpy.random
+    torch.manual_seed(seed)
+
+
+def make_folder_of(filename: str | Path) -> None:
+    """Make the folder that a file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """A dtype as plans name it."""
     return str(dtype).removeprefix("torch.")
@@ -275,10 +290,7 @@ class OneByOne(torch.optim.Optimizer):
         Returns:
             what ``closure`` gives.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -21,6 +21,7 @@ from espalier.comm.control import gather_objects
 from espalier.compat.common import note_engine, noted_engine
 from espalier.compat.fabric import OnMesh, tell_copies
 from espalier.engine import Engine, EngineModule, initialize
+from espalier.meanwhile import having
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real
@@ -232,13 +233,8 @@ class EspalierStrategy(OnMesh, Theirs):
         with self._step(), _counted():
             return super().predict_step(*args, **kwargs)
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        self.is_within = True
-        try:
-            yield
-        finally:
-            self.is_within = False
+    def _step(self) -> AbstractContextManager[None]:
+        return having(self, is_within=True)
 
     # ---- states
 

@@ -14,15 +14,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import accelerate
 import torch
 import transformers
 from accelerate.state import PartialState
@@ -34,12 +33,13 @@ from transformers.debug_utils import DebugOption
 from transformers.training_args import OptimizerNames
 
 from espalier.comm.control import gather_objects
-from espalier.compat.accelerate import PreparedModel, autocast_of, whole_values
+from espalier.compat.accelerate import OfWholes, PreparedModel, autocast_of
 from espalier.compat.common import NO_SCALER, note_engine, noted_engine, plan_for_world, world_size
 from espalier.device import use
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited import Awaited
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
@@ -203,7 +203,7 @@ def _engine_of(model: nn.Module, plan: Plan) -> Engine | None:
     return known
 
 
-class _Accelerator(accelerate.Accelerator):
+class _Accelerator(OfWholes):
     """accelerate's, which knows an engine's model.
 
     Attributes:
@@ -228,19 +228,6 @@ class _Accelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         """The first of one: each rank has all rows, so all of a gathered tensor is its own part."""
         return 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True for one rank of all."""
-        return bool(self.state.process_index == self.state.num_processes - 1)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; of what a pipeline has yet to compute the value."""
-        return super().reduce(whole_values(tensor, "reduce"), *args, **kwargs)
-
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ever; of what a pipeline has yet to compute the value."""
-        return super().pad_across_processes(whole_values(tensor, "pad_across_processes"), *args, **kwargs)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model."""
@@ -359,12 +346,10 @@ def _telling(model: nn.Module, states: Mapping[str, Any]) -> Iterator[None]:
             if prefix + name in found and id(x) in known:
                 found[prefix + name] = known[id(x)]
 
-    handles = [module.register_state_dict_post_hook(told) for module in model.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_state_dict_post_hook(told))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _named(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -539,23 +524,17 @@ class Trainer(transformers.Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         state, own = PartialState(), self.accelerator
-        here, state.process_index = state.process_index, 0  # all ranks read alike: seeds of workers, too
-        each, (together, own.together) = self._train_batch_size, (own.together, 1)
-        self._train_batch_size *= together
         if kwargs.get("is_training") and "batch_size" in kwargs:
-            kwargs["batch_size"] *= together
-        try:
+            kwargs["batch_size"] *= own.together
+        # all ranks read alike: seeds of workers, too
+        rows = having(self, _train_batch_size=self._train_batch_size * own.together)
+        with rows, having(state, process_index=0), having(own, together=1):
             return super()._get_dataloader(*args, **kwargs)
-        finally:
-            state.process_index, own.together, self._train_batch_size = here, together, each
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        each = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size = self._train_batch_size  # a batch is that of all ranks
-        try:
+        # a batch is that of all ranks
+        with having(self.args, per_device_train_batch_size=self._train_batch_size):
             return super()._get_train_sampler(train_dataset)
-        finally:
-            self.args.per_device_train_batch_size = each
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As ever, in one process; refused on several ranks.
@@ -601,12 +580,10 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.optimizer is not None
-        own, states = self.optimizer, self.optimizer.state_dict()
-        self.optimizer = cast(Any, SimpleNamespace(state_dict=lambda: states))  # one rank alone asks for it
-        try:
+        states = self.optimizer.state_dict()
+        # one rank alone asks for it
+        with having(self, optimizer=SimpleNamespace(state_dict=lambda: states)):
             super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            self.optimizer = own
         self._wait()
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,13 +23,14 @@ from espalier.device import MOVES, is_accelerator
 from espalier.device import number as number_on
 from espalier.layout import Layout
 from espalier.layout.layout import is_partial
+from espalier.meanwhile import having, setting
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
 from espalier.tensor.observers import Go, Watcher, watching
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone
+from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone, reduction_of
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in
 
@@ -134,11 +134,9 @@ class Accumulation:
         Args:
             adds: whether losses are to be added up, whatever they are.
         """
-        self._watcher.of_all, self._adds = [x for x in numbers if not x.ndim], adds
-        try:
+        of_all = [x for x in numbers if not x.ndim]
+        with having(self, _adds=adds), having(self._watcher, of_all=of_all):
             yield
-        finally:
-            self._watcher.of_all, self._adds = [], False
 
     @property
     def followed(self) -> Followed | None:
@@ -544,12 +542,9 @@ def _tensors(items: Any) -> Iterator[DTensor]:
 def _of_classes(func: Any, args: Any, kwargs: Any, go: Go) -> Any:
     """A loss over classes, marked."""
     bound = bound_to(OF_CLASSES[func], args, kwargs)
-    token = divisors.set([])
-    try:
+    with setting(divisors, []):
         out = go()
         divisor = divisors.get()
-    finally:
-        divisors.reset(token)
     if type(out) is not DTensor or out._layout.shape or mark_of(out) is not None:
         return out  # of rows, or marked by a call inside this one
     logits, reduction = bound["input"], bound.get("reduction", "mean")
@@ -591,9 +586,8 @@ def _reduced(
     if name in ("sum", "count_nonzero"):
         return _sum(out) if apart else None
     losses = func in _ELEMENTS or func in _ROWS or func is F.ctc_loss
-    if not losses or any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
+    if not losses or (reduction := reduction_of(args, kwargs)) is None:
         return None
-    reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
     if reduction == "sum":
         return _sum(out)
     if func in _WEIGHTED and kwargs.get("weight") is not None:

@@ -19,7 +19,7 @@ from espalier.checkpoint.folder import INDEX
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
-from espalier.checkpoint.sinks import Write, laid_out, root_of, stream
+from espalier.checkpoint.sinks import Write, cannot_be_written, laid_out, root_of, stream
 from espalier.checkpoint.sources import Loaded, TensorSource, is_extra_state, open_any
 from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
@@ -133,6 +133,8 @@ def index_and_tree(
     tree = tree_of(module, optimizer, mesh, saves, state)
 
     def take(at: str, x: torch.Tensor) -> str:
+        while at in tree:  # {1: x, "1": y}
+            at += "'"
         tree[at] = _lying(x, mesh)
         return at
 
@@ -180,12 +182,17 @@ def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
         CheckpointError: on all ranks, if there is none.
     """
     paths: list[Path] = []
+    error: OSError | None = None
     if mesh.rank == 0:
         path = Path(directory)
-        if path.is_dir() and not (path / INDEX).exists():
-            paths = checkpoints(path)
-        elif path.exists():
-            paths = [path]
+        try:
+            if path.is_dir() and not (path / INDEX).exists():
+                paths = checkpoints(path)
+            elif path.exists():
+                paths = [path]
+        except OSError as met:
+            error = met
+    agreed(error, mesh)
     paths = gather_objects(paths, mesh)[0]
     if not paths:
         raise CheckpointError(
@@ -599,7 +606,7 @@ def load_weights(
     try:
         source = Loaded(Path("The state dict"), path) if isinstance(path, Mapping) else open_any(path)
         weights = Foreign(source, module, trained)
-    except FormatError as met:
+    except (FormatError, OSError) as met:
         error = met
     by_itself = loads_by_itself(module)
     if source is None or trained is not None or not by_itself:  # else it may know names that don't fit
@@ -667,7 +674,7 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
         entries = {
             name: TensorInfo(tuple(x.shape), dtypes[name]).cast(form.dtype) for name, x in state.items()
         }
-        writing = _Writing()
+        writing = _Writing(path)
         if mesh.rank == 0:
             with writing.careful():
                 sink = laid_out(path, kind, entries, ties, form.shard_bytes, form.metadata)
@@ -695,7 +702,8 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
 class _Writing:
     """Writes on the first rank; an error is kept, so that all ranks go on together."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self.error: Exception | None = None
         self.write: Write | None = None
 
@@ -709,7 +717,9 @@ class _Writing:
         """Keep the error that is met while this is open."""
         try:
             yield
-        except (OSError, ValueError) as met:
+        except OSError as met:
+            self.error = ValueError(cannot_be_written(self._path, met))
+        except Exception as met:
             self.error = met
 
 
@@ -797,6 +807,3 @@ def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[s
             grad = grads[name]
             gradients[name] = everywhere(name, p if grad is None else grad) if n else None
     return gradients
-
-
-__all__ = ["EngineState", "Loading", "candidates", "index_and_tree", "named_values", "opened", "restore"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from espalier.blocks import around, blocks
 from espalier.engine.recompute import chosen, recompute_in_graphs
 from espalier.engine.selective import Policy, Tracing, keep_products
+from espalier.meanwhile import having
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline.record import caching
@@ -120,10 +122,7 @@ def _without_caches(
     """
     for_loss = torch.is_grad_enabled() or kwargs.get("labels") is not None
     asking = [config for config in configs if config.use_cache is True] if for_loss else []
-    for config in asking:
-        config.use_cache = False
-    try:
-        return own(*args, **kwargs)
-    finally:
+    with ExitStack() as stack:
         for config in asking:
-            config.use_cache = True
+            stack.enter_context(having(config, use_cache=False))
+        return own(*args, **kwargs)

@@ -25,6 +25,7 @@ from espalier.engine.report import local_bytes, state_bytes
 from espalier.engine.start import initialize
 from espalier.layout import Layout
 from espalier.layout.layout import state_name
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.residency import Carried
@@ -276,12 +277,9 @@ def dry_engine(
     if shared is None:
         mesh = Mesh.dry(plan.axes, coordinate)
         return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
-    mesh = shared.mesh(plan.axes, coordinate)
-    before = choices.set(shared.choices)
-    try:
+    with setting(choices, shared.choices):
+        mesh = shared.mesh(plan.axes, coordinate)
         return initialize(model, optimizer, plan, mesh=mesh, example=batch, **options)
-    finally:
-        choices.reset(before)
 
 
 def _place(plan: Plan, named: Mapping[str, int]) -> tuple[int, ...]:

@@ -46,11 +46,13 @@ from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
 from espalier.engine.kept import cloned
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
-from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase, bind
+from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
+from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
+from espalier.engine.steps import bind
 from espalier.engine.surface import (
     AsModel,
     Surface,
@@ -253,6 +255,7 @@ class Engine(Surface):
             return
         self.arrangement = arrangement
         tell_libraries(self)
+        gradients = held_gradients(self.module) if self.gives_whole_states else []
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)
         self.passes.data = data
         parametrized_values().clear()  # they were made of what parameters were before
@@ -261,6 +264,7 @@ class Engine(Surface):
         if self.optimizer is not None:
             self._begin_updates(self.optimizer, data)
         self.passes.begin(data)
+        give_back(gradients)
 
     def _recompute(self) -> None:
         how = self.plan.recompute_inputs, self._policy
@@ -789,14 +793,16 @@ class Engine(Surface):
                 outlives this process; it comes to outlive the machine's crash meanwhile, as after
                 :meth:`wait_saved`, and older ones stay until then. Asynchronous saves are there only when
                 they do.
-            keep: how many checkpoints to leave in ``directory``: the newest.
-            extra: plain values, tensors, or objects with ``state_dict()``, the same on all ranks.
+            keep: how many checkpoints to leave in ``directory``: the newest. None: all.
+            extra: plain values, tensors, arrays of numpy, or objects with ``state_dict()``, the same on all
+                ranks.
 
         Returns:
             the checkpoint's folder.
 
         Raises:
-            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients.
+            ValueError: something in ``extra`` or the optimizer cannot be saved; there are gradients; ``keep``
+                is less than 1.
             CheckpointError: on all ranks, if it could not be written; those before it are as they were.
         """
         if self.mesh.is_dry:

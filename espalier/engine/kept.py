@@ -223,4 +223,4 @@ def without_data(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
-SOUGHT = (torch.Tensor, Kept)
+SOUGHT = (Kept, torch.Tensor)

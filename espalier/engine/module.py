@@ -19,6 +19,7 @@ from espalier.comm.control import gather_objects
 from espalier.engine.batches import Orders
 from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
+from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.start import initialize
 from espalier.engine.surface import HandedOut, bound
 from espalier.parallel import Plan
@@ -442,7 +443,10 @@ def prepare(
         their order.
     """
     optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
+    gradients = held_gradients(model)
     engine = initialize(model, optimizers or None, plan, **options)
+    if engine.arrangement is not None:
+        give_back(gradients)
     module = PreparedModule(engine, rows)
     if not things:
         return module

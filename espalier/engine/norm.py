@@ -22,6 +22,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import is_partial
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.plan import LossScale
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.torch_private import foreach_mul_, foreach_norms, getter, raw
@@ -138,9 +139,9 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factor: torch.Tensor | f
     """Multiply all gradients by a scalar."""
     with raw():
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for p in parameters:
-            if p.grad is not None:
-                by_kind.setdefault((p.grad.device, p.grad.dtype), []).append(plain(p.grad))
+        for grad in map(gradient_of, parameters):
+            if grad is not None:
+                by_kind.setdefault((_device(grad), _dtype(grad)), []).append(plain(grad))
         for (device, dtype), alike in by_kind.items():
             foreach_mul_(alike, factor if isinstance(factor, float) else factor.to(device, dtype))
 

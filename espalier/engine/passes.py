@@ -4,20 +4,19 @@ One after the other, each as the program asks for it (:class:`Direct`); or all o
 stages of a pipeline (``espalier.engine.staged``). Whoever asks for a backward pass, the engine or a plain
 loop: it begins before its first gradient and ends after its last, when gradients are those of the whole batch
 on all ranks. What the engine gives away says so itself: a hook runs when its gradient comes, and has autograd
-call back at the end. And ``optimizer.step()`` is the engine's.
+call back at the end.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
+from espalier.engine.backward_hooks import BackwardHooks, call_if_there, gone_back, times
 from espalier.engine.batches import Batches, GivenBatches, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.own_loop import OwnLoop
@@ -33,10 +33,11 @@ from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
-from espalier.parallel.apart import calls_within, is_torchs
 from espalier.parallel.compose import Stages
+from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
@@ -45,11 +46,10 @@ from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
-from espalier.torch_private import after_backward, current_graph_task_id, is_a_view, raw
+from espalier.torch_private import is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
-_NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Phase = Callable[[str], Any]
 Loss = Callable[[Any], torch.Tensor]
@@ -238,7 +238,7 @@ class Passes(ABC):
     def _laid_out(self, batch: Any) -> ZeroState:
         """The parameters, laid out for this batch if it is the first."""
         if self.data is None:
-            _called(self._lay_out, batch)
+            call_if_there(self._lay_out, batch)
         assert self.data is not None
         return self.data
 
@@ -290,14 +290,9 @@ class Passes(ABC):
         """See :meth:`espalier.Engine.no_sync`."""
         return self.syncing(False)
 
-    @contextmanager
-    def syncing(self, sums: bool) -> Iterator[None]:
+    def syncing(self, sums: bool) -> AbstractContextManager[None]:
         """While open, a backward pass sums gradients over the ranks, or need not."""
-        before, self.is_syncing = self.is_syncing, sums
-        try:
-            yield
-        finally:
-            self.is_syncing = before
+        return having(self, is_syncing=sums)
 
     @abstractmethod
     def one_by_one(self, what: str) -> Direct:
@@ -404,7 +399,10 @@ class Passes(ABC):
     def zero_grad(self) -> None:
         """Drop the gradients, and the micro-batches that made them."""
         self.seen.forget()
-        nn.Module.zero_grad(self.call.module)  # a model's own may be another thing
+        with raw():  # a model's own zero_grad may be another thing
+            for p in parameters_in(self.call.module):
+                if gradient_of(p) is not None:
+                    p.grad = None
         self.forget()
         self.traffic.end(done=False)
 
@@ -532,7 +530,7 @@ class Direct(Passes):
                 if type(x) is torch.Tensor and is_a_view(x):
                     x = x.clone()  # a program that writes to a view would take the hook away
                 with raw():
-                    x.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))
+                    x.register_hook(partial(gone_back, weakref.WeakMethod(self._come_back), share))
             return x
 
         self.mesh.sums_at_once = True
@@ -546,7 +544,7 @@ class Direct(Passes):
         own, share = self.call.batches.beside(x)
         if own.requires_grad:
             with raw():
-                own.register_hook(partial(_gone_back, weakref.WeakMethod(self._come_back), share))
+                own.register_hook(partial(gone_back, weakref.WeakMethod(self._come_back), share))
         return own
 
     def _entering(self, own: bool, x: Any) -> Any:
@@ -557,12 +555,12 @@ class Direct(Passes):
         if factor == 1 and self.scaler is None:
             return x
         entering = x.view_as(x)
-        entering.register_hook(partial(_gone_back, weakref.WeakMethod(self._give_back), factor))
+        entering.register_hook(partial(gone_back, weakref.WeakMethod(self._give_back), factor))
         return entering
 
     def _give_back(self, grad: torch.Tensor, factor: float) -> torch.Tensor:
         """The gradient of an input, in which the engine's own factors are."""
-        return _times(grad, factor if self.scaler is None else factor / self.scaler.scale)
+        return times(grad, factor if self.scaler is None else factor / self.scaler.scale)
 
     def _come_back(self, grad: torch.Tensor, share: float) -> torch.Tensor:
         """The gradient of an output has come, of a loss made elsewhere."""
@@ -570,7 +568,7 @@ class Direct(Passes):
             self._hooks.come(is_known=True)
             if self.scaler is not None:
                 share *= self.scaler.scale
-        return _times(grad, share)
+        return times(grad, share)
 
     def follow(self, x: torch.Tensor) -> None:
         """See :meth:`espalier.Engine.follow`."""
@@ -582,16 +580,13 @@ class Direct(Passes):
                 self.follow(x)
 
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
-        self._is_within = True
-        try:
+        with having(self, _is_within=True):
             for part in parts:
                 phase("forward")
                 loss = forward(part)
                 phase("backward")
                 backward(loss)
                 del loss
-        finally:
-            self._is_within = False
         if self.accumulation is not None:
             self.accumulation.closed = True
             self.seen.bar()
@@ -737,184 +732,3 @@ class Direct(Passes):
     @property
     def stages(self) -> Stages:
         raise ValueError(f"There are no stages: {self.plan} has no pipeline, Plan(pipe=...) has.")
-
-
-class BackwardHooks:
-    """Tells of backward passes, whoever makes them.
-
-    Args:
-        begin: called before the first gradient of each; is told whether the engine was asked for the pass.
-        end: called after the last, and told so, too.
-        refused: says why a pass that the engine is not asked for must not be, if it must not; is told whether
-            it goes through what the engine gave away for losses made elsewhere.
-        have: says whether there are gradients.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[bool], None],
-        end: Callable[[bool], None],
-        refused: Callable[[bool], str],
-        have: Callable[[], bool],
-    ) -> None:
-        # hooks on a graph hold this, and the collector does not see through a graph
-        self._begin, self._end = weakref.WeakMethod(begin), weakref.WeakMethod(end)
-        self._refused, self._have = weakref.WeakMethod(refused), weakref.WeakMethod(have)
-        self.is_open = False
-        self._of: int | None = None  # the graph task of a pass that was not asked for
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """A pass that the engine was asked for: while open, it is made."""
-        _called(self._begin, True)
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
-        _called(self._end, True)
-
-    def follow(self, x: torch.Tensor) -> None:
-        """Let a backward pass through a tensor be one of the engine's."""
-        if x.requires_grad:
-            with raw():
-                x.register_hook(lambda _: self.come())
-
-    def come_late(self, is_finished: bool) -> None:
-        """A gradient has come, of what does not say so itself.
-
-        Raises:
-            ValueError: the engine must be asked for the pass.
-            RuntimeError: the gradient was added to one that is finished.
-        """
-        if reason := _called(self._refused, False):
-            raise ValueError(reason)
-        if is_finished:
-            raise RuntimeError(
-                "A backward pass that is none of the engine's adds to gradients that are finished. Call the "
-                "model by loss = engine(batch), or engine.follow(output) on what you have it give; or drop "
-                "the gradients before, by optimizer.zero_grad()."
-            )
-        self.come()
-
-    def come(self, is_known: bool = False) -> None:
-        """Within a backward pass, before its first gradient: it begins, if it has not.
-
-        Args:
-            is_known: as for ``refused``.
-        """
-        task = current_graph_task_id()
-        if self.is_open or self._of == task:
-            return
-        self._of = task
-        over: Callable[[], None] = self._over
-        if reason := _called(self._refused, is_known):
-            over = partial(self._refuse, reason, _called(self._have))  # if gradients come: it may be a look
-        else:
-            _called(self._begin, False)
-        after_backward(over)
-
-    def _refuse(self, reason: str, had: bool) -> None:
-        self._of = None
-        if not had and _called(self._have):
-            raise ValueError(reason)
-
-    def _over(self) -> None:
-        self._of = None
-        _called(self._end, False)
-
-
-class _Times(torch.autograd.Function):
-    """A factor of a gradient that says how ranks share a loss: no part of what a second derivative is of."""
-
-    espalier = True
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, factor: float) -> torch.Tensor:
-        return grad * factor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
-    with raw():
-        return grad if factor == 1 else _Times.apply(grad, factor)
-
-
-def _called(method: weakref.WeakMethod[Any], *args: Any) -> Any:
-    out = method()
-    return None if out is None else out(*args)
-
-
-def _gone_back(passes: weakref.WeakMethod[Any], share: float, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of an output, as it goes on into the model."""
-    return grad if passes() is None else _called(passes, grad, share)
-
-
-class Steps(Protocol):
-    """Makes the steps of an optimizer."""
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether it makes one."""
-
-    def step_in_loop(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Make one that the program has asked the optimizer for; False: there is nothing that it would do."""
-
-    def step_by_closure(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
-        """Let an optimizer make one of its own, which calls a closure within."""
-
-
-def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
-    """Let ``optimizer.step()`` be the engine's step; as a scheduler's wrapper it holds neither."""
-    held_by, made_by = weakref.ref(optimizer), weakref.ref(engine)
-    around = getattr(optimizer.step, "__func__", optimizer.step)
-    is_method = around is not optimizer.step
-
-    @functools.wraps(around)
-    def method(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-        engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
-        if engine is None or self is not held_by() or engine.is_stepping:
-            return own(*args, **options)
-        closure, out = args[0] if args else options.get("closure"), None
-        inner = own
-        if closure is not None:
-            within = _calls_within(self)
-            if within:
-                return engine.step_by_closure(self, partial(own, *args, **options))
-            with torch.enable_grad():
-                out = closure()
-            if within is not None and not is_torchs(self):
-                inner = partial(own, lambda: out)  # that asks what the loss is
-        # within, the optimizer's own step, without what others have put around it: that runs now
-        outermost, self.step = self.step, inner  # type: ignore[method-assign]
-        try:
-            if not engine.step_in_loop(self):
-                made = inner()
-                out = made if closure is None else out
-        finally:
-            self.step = outermost  # type: ignore[method-assign]
-        return out
-
-    @functools.wraps(around)
-    def step(*args: Any, **options: Any) -> Any:
-        return method(held_by(), *args, **options)  # type: ignore[arg-type]
-
-    step.__func__, step.engine = method, made_by  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
-
-
-def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
-    if _NOTE not in vars(optimizer):
-        vars(optimizer)[_NOTE] = calls_within(optimizer)
-    found: bool | None = vars(optimizer)[_NOTE]
-    return found
-
-
-def model_of_steps(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The model whose engine makes the steps of an optimizer, as :func:`bind` says."""
-    made_by = getattr(optimizer.step, "engine", None)
-    engine = None if made_by is None else made_by()
-    return None if engine is None else engine.module

@@ -34,7 +34,7 @@ from espalier.tensor.before import Before, places, reached, slots
 from espalier.tensor.compiled import Region
 from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
-from espalier.tensor.saved import Outer, outer_hooks
+from espalier.tensor.saved import by_outer, outer_hooks, unpacked
 from espalier.tensor.ways import Ways
 from espalier.texts import similar
 from espalier.torch_private import (
@@ -368,13 +368,10 @@ def _keeping(inputs: str, tensors: Sequence[torch.Tensor], hosted: _Hosted) -> A
         with raw():
             key = _identity(x)
         if key not in kept or (inputs == "sharded" and kept[key] is None):
-            return x if outer is None else Outer(outer[0](x), outer[1])
+            return by_outer(x, outer)
         return _Slice(x, kept[key], outer) if call is None else _OnHost(x, call)
 
-    def unpack(kept: Any) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept.get()
-
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(pack, unpacked)
 
 
 def _identity(x: torch.Tensor) -> Any:
@@ -405,10 +402,10 @@ class _Slice:
         self._full, self._stride = layout.with_axis(layout.mesh.axis("tensor"), R), x.stride()
         with torch.no_grad(), raw():
             piece = plain(carry_out(plain(x.detach()), self._full, layout)).clone()
-        self._held: Any = piece if outer is None else Outer(outer[0](piece), outer[1])
+        self._held: Any = by_outer(piece, outer)
 
     def get(self) -> torch.Tensor:
-        piece = self._held.get() if isinstance(self._held, Outer) else self._held
+        piece = unpacked(self._held)
         with torch.no_grad(), raw():
             return _in_memory(carry_out(piece, self._layout, self._full), self._stride)
 

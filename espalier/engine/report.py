@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -13,6 +13,7 @@ from torch import nn
 
 from espalier.comm import Ledger
 from espalier.device import has_peak, peak_memory, restart_peak
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Chunk, ShardedParam
 from espalier.parallel.data.stages import Lies
@@ -255,14 +256,9 @@ class Traffic:
                 self.last, self._first = self._open, max(self._first - 1, 0)
             self._open = None
 
-    @contextmanager
-    def asked(self) -> Iterator[None]:
+    def asked(self) -> AbstractContextManager[None]:
         """Record each step that begins in here."""
-        before, self._asked = self._asked, True
-        try:
-            yield
-        finally:
-            self._asked = before
+        return having(self, _asked=True)
 
 
 # ---- the memory of a device while an engine runs

@@ -29,6 +29,17 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype | None]
 Around = Callable[[Callable[[], None]], None]
 
 
+def held_gradients(module: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The whole gradients that a program has given parameters which are plain yet: those of a file, say."""
+    return [(p, p.grad) for p in parameters_in(module) if type(p) is not DTensor and p.grad is not None]
+
+
+def give_back(gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Let parameters that are laid out now have their gradients again, which went with the plain ones."""
+    for p, grad in gradients:
+        p.grad = grad.to(p.dtype)
+
+
 class SeenGradients:
     """Bars ``p.grad`` while it is no gradient of the whole batch; tells of changes to what is another thing.
 
@@ -234,7 +245,10 @@ class SeenGradients:
         if self.is_stepping and all(layout_of(p, self._mesh).mesh.is_member for p in parameters):
             return None  # other ranks update others, and ask for these
         asked = set(map(id, parameters))
-        names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
+        if asked <= self._places.keys():
+            names = {self._places[i][0] for i in asked}
+        else:
+            names = {name for name, p in named_parameters_in(self._module) if id(p) in asked}
         own = [grad for name, grad in counted().items() if name in names]
         if self._mesh.rank == 0:  # others than the model's are whole on each
             own += [p.grad for p in parameters if not isinstance(p, DTensor) and p.grad is not None]

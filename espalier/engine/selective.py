@@ -36,17 +36,10 @@ _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
 _KEPT = frozenset(
     getattr(_aten, name).default
     for name in (
-        "mm",
-        "addmm",
-        "convolution",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
+        "mm addmm convolution _grouped_mm _scaled_mm _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
+    ).split()
     if hasattr(_aten, name)
 )
 
@@ -156,7 +149,14 @@ class _Handing(TorchDispatchMode):
         return result.out
 
 
-class _MarkingKept(TorchDispatchMode):
+class _Looking(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It asks for nothing that a tracer does not do anyway."""
+        return True
+
+
+class _MarkingKept(_Looking):
     """While a block is traced: tells the partitioner of its graph what is kept, and what computed again.
 
     Marks are those of torch's selective checkpointing in compiled regions. Of collectives, effects in a
@@ -167,11 +167,6 @@ class _MarkingKept(TorchDispatchMode):
         super().__init__()
         self._policy = policy
         self._kept_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # whose memory is that of what is kept
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It asks for nothing that a tracer does not do anyway."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, graph = kwargs or {}, traced_graph()
@@ -223,7 +218,7 @@ class Tracing:
         return out
 
 
-class _Writing(TorchDispatchMode):
+class _Writing(_Looking):
     """Sees which of some tensors are written to.
 
     Attributes:
@@ -236,11 +231,6 @@ class _Writing(TorchDispatchMode):
         for i, x in enumerate(tensors):
             self._numbers[x] = i
         self.to: set[int] = set()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It asks for nothing that a tracer does not do anyway."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
@@ -23,6 +21,7 @@ from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering, let_look
+from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
@@ -38,7 +37,6 @@ from espalier.engine.passes import (
 )
 from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun
-from espalier.engine.surface import bound
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
 from espalier.mesh.parts import among
@@ -48,17 +46,16 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.record import TorchState, hooks_of, observed
+from espalier.parallel.pipeline.record import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
-from espalier.parallel.several import holders
 from espalier.tensor import DTensor, full_tensor, plain, stamp
-from espalier.tensor.asked import Asked, apart, name_of, name_value
+from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
-from espalier.tensor.observers import program_lines, user_frame
-from espalier.torch_private import own_buffers, own_parameters, raw
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import raw
 from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -87,7 +84,7 @@ class Staged(Passes):
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
-        self._copies = _Copies(self)
+        self._copies = Copies(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
@@ -684,126 +681,3 @@ def _unlike(said: bytes) -> dict[str, str | None]:
     """What a stage said of its gradients."""
     unlike: dict[str, str | None] = json.loads(said or b"{}")
     return unlike
-
-
-# ---- copies of a model that lies in stages (averages of its weights, teachers): called through them, too
-
-
-class _Copies:
-    """Those of one model.
-
-    Args:
-        passes: call the model; held weakly.
-    """
-
-    def __init__(self, passes: Staged) -> None:
-        self._passes = weakref.ref(passes)
-        # made before the model was laid out: where in the program, and how often there
-        self._early: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
-        self._made: Counter[Hashable] = Counter()
-        self.is_laid_out = self.is_running = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
-        return self  # of a copy's copy, too
-
-    def made(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the model, or of a copy."""
-        own = type(model)
-        of_model = own.__bases__[1] if issubclass(own, _Copy) else own
-        model.__class__ = of_model
-        try:
-            twin: nn.Module = copy.deepcopy(model, memo)
-        finally:
-            model.__class__ = own
-        twin.__class__ = type(of_model.__name__, (_Copy, of_model), {"__module__": of_model.__module__})
-        twin._copies = self  # type: ignore[assignment]
-        if not self.is_laid_out:
-            site = program_lines()
-            self._made[site] += 1
-            self._early[twin] = site, self._made[site]
-        return twin
-
-    def lay_out(self, model: nn.Module) -> None:
-        """The model is laid out now: so are its copies, each with its own values."""
-        self.is_laid_out = True
-        for twin, made in self._early.items():
-            laid_out = copy.deepcopy(model)
-            for own, other in zip(twin.modules(), laid_out.modules(), strict=True):
-                tables: list[tuple[dict[str, Any], dict[str, Any]]]
-                tables = [
-                    (own_parameters(own), own_parameters(other)),
-                    (own_buffers(own), own_buffers(other)),
-                ]
-                for mine, new in tables:
-                    for name, x in new.items():
-                        value = mine.get(name)
-                        if isinstance(x, nn.Parameter) and value is not None:
-                            x.requires_grad_(value.requires_grad)  # the program may have frozen it
-                        # what was deferred had the model's values; what has none here lies on other ranks
-                        if x is not None and value is not None and not (x.is_meta or value.is_meta):
-                            with torch.no_grad():
-                                x.copy_(value)
-                    mine.update(new)
-            for p, x in zip(parameters_in(model), parameters_in(twin), strict=True):
-                name_value(x, "copy", made, name_of(p))
-        self._early.clear()
-
-    def output(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a copy gives for inputs of the whole batch, without gradients, on every rank."""
-        passes = self._passes()
-        if passes is None:
-            raise ValueError("This is a copy of a model in stages whose engine is gone: keep the engine.")
-        if torch.is_grad_enabled():
-            _refuse_trained(twin)
-        call = passes.call
-        call.asked = TorchState.now(call.mesh.device_type)
-        inputs, is_inference = bound(call.module, args, kwargs), torch.is_inference_mode_enabled()
-        try:
-            with torch.inference_mode(False), torch.no_grad(), self._modes_of(twin, call.module):
-                return passes.output(cloned(inputs) if is_inference else inputs, twin)
-        finally:
-            call.asked = None
-
-    @contextmanager
-    def _modes_of(self, twin: nn.Module, model: nn.Module) -> Iterator[None]:
-        """While open, the model trains or evaluates as its copy does: the stages follow from it."""
-        before = [(m, m.training) for m in model.modules()]
-        for (m, _), own in zip(before, twin.modules(), strict=True):
-            m.training = own.training
-        self.is_running = True
-        try:
-            yield
-        finally:
-            self.is_running = False
-            for m, was in before:
-                m.training = was
-
-
-def _refuse_trained(twin: nn.Module) -> None:
-    """See, at the first call with gradients, that no optimizer is to train a copy.
-
-    Raises:
-        ValueError: one is.
-    """
-    if twin.__dict__.get("_is_looked_at"):
-        return
-    twin.__dict__["_is_looked_at"] = True
-    if trainers := holders(p for p in parameters_in(twin) if p.requires_grad):
-        raise ValueError(
-            f"{type(trainers[0]).__name__} is to train a copy of a model in stages, and no gradients come "
-            "from calls of copies. Build another plain model, load engine.full_state_dict() into it, and "
-            "give it an engine of its own (espalier.prepare); or train under a plan without pipe."
-        )
-
-
-class _Copy(nn.Module):
-    """Beside the class of the model: calls go through the stages."""
-
-    _copies: _Copies
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        copies = self._copies
-        return super().__call__(*args, **kwargs) if copies.is_running else copies.output(self, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return self._copies.made(self, memo)

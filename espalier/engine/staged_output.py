@@ -30,6 +30,7 @@ from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
@@ -363,15 +364,9 @@ class ModelRun:
         finally:
             back()
 
-    @contextmanager
-    def _as_called(self) -> Iterator[None]:
+    def _as_called(self) -> AbstractContextManager[None]:
         """While open, the model runs under the autocast under which the program called it."""
-        call = self._passes.call
-        call.asked = self._state
-        try:
-            yield
-        finally:
-            call.asked = None
+        return having(self._passes.call, asked=self._state)
 
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
@@ -449,11 +444,8 @@ class ModelRun:
             if self._begins is not None and not equal(self._begins, now):
                 restore(device, self._begins)
                 self._loss_begins = now
-        call.loss_draws, call.loss_begins = draws, self._loss_begins
-        try:
+        with having(call, loss_draws=draws, loss_begins=self._loss_begins):
             yield
-        finally:
-            call.loss_draws = call.loss_begins = None
 
     @contextmanager
     def tried(self) -> Iterator[None]:

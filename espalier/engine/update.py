@@ -17,9 +17,10 @@ from torch.autograd.graph import increment_version
 
 from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
-from espalier.engine.passes import model_of_steps
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
+from espalier.engine.steps import model_of_steps
+from espalier.meanwhile import having
 from espalier.parallel.apart import makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
@@ -290,20 +291,13 @@ def _between_hooks(
     parts = parts_of(optimizer)
 
     def stepped() -> None:
-        with without_step_hooks(parts):
-            seen.is_stepping = True
-            try:
-                step()
-            finally:
-                seen.is_stepping = False
+        with without_step_hooks(parts), having(seen, is_stepping=True):
+            step()
 
     for part in reversed(parts):
         stepped = partial(_hooked, part, stepped)
-    seen.is_stepping = seen.is_scaled = False
-    try:
+    with having(seen, is_stepping=False, is_scaled=False):
         stepped()
-    finally:
-        seen.is_stepping = seen.is_scaled = True
 
 
 def _hooked(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:

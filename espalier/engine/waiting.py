@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from espalier.engine.seen import SeenGradients, gradient_seen
+from espalier.meanwhile import having
 from espalier.parallel.data.zero import ZeroState
 
 
@@ -45,10 +46,8 @@ class WaitingForStages:
         if not self.are_due:
             yield
             return
-        earlier, self._is_together = taken(), True
-        try:
+        earlier = taken()
+        with having(self, _is_together=True):
             yield
-        finally:
-            self._is_together = False
         self.hand()
         add(earlier)

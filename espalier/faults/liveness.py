@@ -250,7 +250,8 @@ def _communicates(frame: FrameType) -> bool:
 
 def _modules(frame: FrameType | None) -> list[str]:
     names = []
-    while frame is not None:
+    # that thread goes on meanwhile: in place of a frame that it has left, CPython 3.11 once gave a tensor
+    while isinstance(frame, FrameType):
         names.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
         frame = frame.f_back
     return names
@@ -259,8 +260,8 @@ def _modules(frame: FrameType | None) -> list[str]:
 def _site(frame: FrameType) -> str:
     """The user's line, and after it the innermost one, if that is not the same."""
     inner, outer = frame, frame
-    while outer.f_back is not None and _foreign(outer):
-        outer = outer.f_back
+    while _foreign(outer) and isinstance(back := outer.f_back, FrameType):
+        outer = back
     line = _line(inner if _foreign(outer) else outer)
     return line if outer is inner or _foreign(outer) else f"{line}, within {_line(inner)}"
 

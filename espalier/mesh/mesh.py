@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
+from espalier.meanwhile import having
 from espalier.mesh.process import running_size, start
 from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
 
@@ -106,7 +107,7 @@ class Mesh:
         self.is_dry = is_dry
         self.ranks = tuple(range(math.prod(shape)) if ranks is None else map(int, ranks))
         _check_ranks(self.ranks, names, shape)
-        place = _place(coordinate, shape)
+        place = place_at(coordinate, shape)
         self.world_rank = self.ranks[place] if world_rank is None else world_rank
         self.is_member = self.ranks[place] == self.world_rank
         self.ledgers: list[Any] = list(Mesh.everywhere)
@@ -255,7 +256,7 @@ class Mesh:
             )
         if coordinate is None and world_rank is not None:
             numbers = tuple(range(math.prod(shape)) if ranks is None else ranks)
-            coordinate = _coordinate(numbers.index(world_rank) if world_rank in numbers else 0, shape)
+            coordinate = coordinate_at(numbers.index(world_rank) if world_rank in numbers else 0, shape)
         return Mesh(
             names,
             shape,
@@ -324,7 +325,7 @@ class Mesh:
     @property
     def rank(self) -> int:
         """This rank's place in the mesh, the last axis counted fastest; -1 outside it."""
-        return _place(self.coordinate, self.shape) if self.is_member else -1
+        return place_at(self.coordinate, self.shape) if self.is_member else -1
 
     @property
     def outermost(self) -> Mesh:
@@ -524,14 +525,16 @@ def as_mesh(mesh: MeshLike | None) -> Mesh:
     )
 
 
-def _place(coordinate: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def place_at(coordinate: Iterable[int], shape: Iterable[int]) -> int:
+    """The place of a coordinate in a grid, the last axis counted fastest."""
     place = 0
     for here, n in zip(coordinate, shape, strict=True):
         place = place * n + here
     return place
 
 
-def _coordinate(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def coordinate_at(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of a place in a grid, the last axis counted fastest."""
     coordinate = []
     for n in reversed(shape):
         place, here = divmod(place, n)
@@ -604,11 +607,8 @@ def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
     must be. So it is told of no device meanwhile.
     """
     world: Any = dist.group.WORLD
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
+    with having(world, bound_device_id=None):
         group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    finally:
-        world.bound_device_id = bound
     return group
 
 
@@ -680,7 +680,9 @@ def known_mesh(
     asked_for = " × ".join(f"{name} {n}" for name, n in axes.items())
     raise ValueError(
         f"What is loaded lies on the mesh {asked_for} of the ranks {list(ranks)}, and there is none like it. "
-        "Make it first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
+        "It is one rank's part; what any number of ranks reads is written by engine.save(path), of an "
+        "average or another copy of the model by engine.save(path, average=average). Or make that mesh "
+        "first, on all ranks: Mesh.from_env(axes, ranks=...), or a part of a larger one by its name."
     )
 
 

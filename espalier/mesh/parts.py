@@ -16,25 +16,7 @@ def at(mesh: Mesh, axis: int | str, coordinate: int) -> Mesh:
 
     On ranks at other coordinates it is dry.
     """
-    a = mesh.axis(axis)
-    key = (f"{mesh.names[a]} = {coordinate}",)
-    if key not in mesh._parts:
-        inside = mesh.is_member and mesh.coordinate[a] == coordinate
-        part = Mesh(
-            mesh.names,
-            (*mesh.shape[:a], 1, *mesh.shape[a + 1 :]),
-            coordinate=tuple(c if inside and i != a else 0 for i, c in enumerate(mesh.coordinate)),
-            device_type=mesh.device_type if inside else "meta",
-            is_dry=mesh.is_dry or not inside,
-            ranks=_array(mesh.ranks, mesh.shape).narrow(a, coordinate, 1).flatten().tolist(),
-            world_rank=mesh.world_rank,
-        )
-        part.ledgers, part.words, part.within = mesh.ledgers, mesh.words, mesh
-        if inside:
-            part._groups = [None if i == a else group for i, group in enumerate(mesh._groups)]
-            part._orders = [None if i == a else order for i, order in enumerate(mesh._orders)]
-        mesh._parts[key] = part
-    return mesh._parts[key]
+    return _taken(mesh, mesh.axis(axis), [coordinate], is_alike=False)
 
 
 def among(mesh: Mesh, axis: int | str, coordinates: Sequence[int]) -> Mesh:
@@ -46,10 +28,14 @@ def among(mesh: Mesh, axis: int | str, coordinates: Sequence[int]) -> Mesh:
     coordinates = sorted(coordinates)
     if len(coordinates) == mesh.shape[a]:
         return mesh
-    key = (f"{mesh.names[a]} in {coordinates}",)
+    return _taken(mesh, a, coordinates, is_alike=True)
+
+
+def _taken(mesh: Mesh, a: int, coordinates: list[int], *, is_alike: bool) -> Mesh:
+    """The ranks at some coordinates of an axis; ``is_alike``: as :attr:`Mesh.is_alike`."""
+    key = (f"{mesh.names[a]} {'in' if is_alike else 'at'} {coordinates}",)
     if key not in mesh._parts:
-        here = mesh.coordinate[a]
-        inside = mesh.is_member and here in coordinates
+        inside = mesh.is_member and mesh.coordinate[a] in coordinates
         places = _array(mesh.ranks, mesh.shape).index_select(a, torch.tensor(coordinates, device="cpu"))
         part = Mesh(
             mesh.names,
@@ -63,7 +49,7 @@ def among(mesh: Mesh, axis: int | str, coordinates: Sequence[int]) -> Mesh:
             ranks=places.flatten().tolist(),
             world_rank=mesh.world_rank,
         )
-        part.ledgers, part.words, part.within, part.is_alike = mesh.ledgers, mesh.words, mesh, True
+        part.ledgers, part.words, part.within, part.is_alike = mesh.ledgers, mesh.words, mesh, is_alike
         if inside:
             part._groups = [None if i == a else group for i, group in enumerate(mesh._groups)]
             part._orders = [None if i == a else order for i, order in enumerate(mesh._orders)]

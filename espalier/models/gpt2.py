@@ -1,7 +1,5 @@
 """A GPT of GPT-2's kind: learned positions, LayerNorm, GELU, biases, a tied head."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,30 +11,13 @@ from espalier.models.config import (
     positions_in,
 )
 from espalier.models.sampling import Generates, Past
-from espalier.models.sizes import GPT2Config
-
-
-class Sizes(Protocol):
-    """What a block needs to know of a configuration."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def size_of_ffn(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def norm_eps(self) -> float: ...
+from espalier.models.sizes import BlockSizes, GPT2Config
 
 
 class Attention(nn.Module):
     """Self-attention, causal or to both sides: [b, s, hidden] to [b, s, hidden]."""
 
-    def __init__(self, config: Sizes, causal: bool = True) -> None:
+    def __init__(self, config: BlockSizes, causal: bool = True) -> None:
         super().__init__()
         self.is_causal = causal
         self.head_dim = config.hidden // config.heads
@@ -63,7 +44,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """GELU feed-forward: [b, s, hidden] to [b, s, hidden]."""
 
-    def __init__(self, config: Sizes) -> None:
+    def __init__(self, config: BlockSizes) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden, config.size_of_ffn, bias=config.bias)
         self.down_proj = nn.Linear(config.size_of_ffn, config.hidden, bias=config.bias)
@@ -75,7 +56,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized residual stream."""
 
-    def __init__(self, config: Sizes, causal: bool = True) -> None:
+    def __init__(self, config: BlockSizes, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
         self.attention = Attention(config, causal)

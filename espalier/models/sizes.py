@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -53,8 +54,20 @@ def config_from_dict(config: type[C], values: Mapping[str, Any], section: str = 
         raise ConfigError(config.__name__, error.mistakes) from None
 
 
+class _Checked:
+    """Sizes that tell their mistakes when they are made."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        raise_if(type(self).__name__, self._mistakes())
+
+    @abstractmethod
+    def _mistakes(self) -> list[str]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(_Checked):
     """Sizes of a `GPT`.
 
     Attributes:
@@ -75,8 +88,6 @@ class GPTConfig:
             logits of all tokens are never held (from torch 2.13 on).
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     vocab_size: int = 4096
     max_positions: int = 1024
     layers: int = 4
@@ -91,9 +102,6 @@ class GPTConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     chunked_loss: bool = False
-
-    def __post_init__(self) -> None:
-        raise_if(type(self).__name__, self._mistakes())
 
     def _mistakes(self) -> list[str]:
         positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
@@ -166,8 +174,31 @@ class MoEConfig(GPTConfig):
         return mistakes
 
 
+class BlockSizes(_Checked):
+    """What a block with LayerNorm and GELU needs to know, of any kind of model."""
+
+    hidden: int
+    heads: int
+    ffn: int | None
+    dropout: float
+    bias: bool
+    norm_eps: float
+    _positive: ClassVar[str]  # names of those that must be at least 1
+
+    def _mistakes(self) -> list[str]:
+        mistakes = below_one(self, self._positive.split())
+        if not mistakes and self.hidden % self.heads:
+            mistakes.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        return mistakes + no_probability(self.dropout)
+
+    @property
+    def size_of_ffn(self) -> int:
+        """Inner width of the feed-forward layer."""
+        return self.ffn or 4 * self.hidden
+
+
 @dataclass(frozen=True, kw_only=True)
-class GPT2Config:
+class GPT2Config(BlockSizes):
     """Sizes of a `GPT2`.
 
     Attributes:
@@ -184,8 +215,6 @@ class GPT2Config:
         chunked_loss: as a `GPTConfig`'s.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     vocab_size: int = 4096
     max_positions: int = 1024
     layers: int = 4
@@ -198,20 +227,7 @@ class GPT2Config:
     norm_eps: float = 1e-5
     chunked_loss: bool = False
 
-    def __post_init__(self) -> None:
-        raise_if(type(self).__name__, self._mistakes())
-
-    def _mistakes(self) -> list[str]:
-        positive = ("vocab_size", "max_positions", "layers", "hidden", "heads", "ffn")
-        mistakes = below_one(self, positive)
-        if not mistakes and self.hidden % self.heads:
-            mistakes.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        return mistakes + no_probability(self.dropout)
-
-    @property
-    def size_of_ffn(self) -> int:
-        """Inner width of the feed-forward layer."""
-        return self.ffn or 4 * self.hidden
+    _positive: ClassVar[str] = "vocab_size max_positions layers hidden heads ffn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +236,7 @@ class BERTConfig(GPT2Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(BlockSizes):
     """Sizes of a `ViT`.
 
     Attributes:
@@ -237,8 +253,6 @@ class ViTConfig:
         norm_eps: added to the variance in LayerNorm.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
     image: int = 32
     patch: int = 4
     channels: int = 3
@@ -251,19 +265,10 @@ class ViTConfig:
     bias: bool = True
     norm_eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        raise_if("ViTConfig", self._mistakes())
+    _positive: ClassVar[str] = "image patch channels classes layers hidden heads ffn"
 
     def _mistakes(self) -> list[str]:
-        positive = ("image", "patch", "channels", "classes", "layers", "hidden", "heads", "ffn")
-        mistakes = below_one(self, positive)
-        if not mistakes and self.hidden % self.heads:
-            mistakes.append(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        if not mistakes and self.image % self.patch:
+        mistakes = super()._mistakes()
+        if self.patch >= 1 and self.image % self.patch:
             mistakes.append(f"image = {self.image} is not a multiple of patch = {self.patch}")
-        return mistakes + no_probability(self.dropout)
-
-    @property
-    def size_of_ffn(self) -> int:
-        """Inner width of the feed-forward layer."""
-        return self.ffn or 4 * self.hidden
+        return mistakes

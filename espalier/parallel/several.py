@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from espalier.meanwhile import having
 from espalier.torch_private import keeps_hooks
 from espalier.trees import instances_of
 
@@ -63,21 +64,15 @@ class Several(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             self._step_part(part)
         return loss
 
     def step_by(self, step_part: Callable[[torch.optim.Optimizer], None]) -> None:
         """:meth:`step`, with what is around it (a schedule counts it), by this of each part."""
-        before, self._step_part = self._step_part, step_part
-        try:
+        with having(self, _step_part=step_part):
             self.step()
-        finally:
-            self._step_part = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of all parts."""

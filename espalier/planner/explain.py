@@ -24,18 +24,9 @@ _OF_TERMS = {
     "bubble": ("device.tflops", "device.ceiling"),
     "offload": ("host", "disk"),
 }
-_NEXT = (
-    "expert",
-    "replicate",
-    "tensor",
-    "tensor_mode",
-    "pipe",
-    "zero",
-    "recompute",
-    "sequence_parallel",
-    "async_tensor_parallel",
-    "schedule",
-    "offload",
+_NEXT = tuple(
+    "expert replicate tensor tensor_mode pipe zero recompute sequence_parallel "
+    "async_tensor_parallel schedule offload".split()
 )
 _UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
 _PLACES = {"host": "the host's memory", "disk": "disk"}

@@ -14,23 +14,9 @@ DIVIDED = ("zb-h1", "zbv")
 """Schedules whose backward pass is divided in two."""
 UNPRICED = ("branch",)
 """Keys of a plan that have no price."""
-SEARCHED = (
-    "tensor",
-    "tensor_mode",
-    "depth",
-    "context",
-    "pipe",
-    "data",
-    "replicate",
-    "expert",
-    "accumulate",
-    "sequence_parallel",
-    "async_tensor_parallel",
-    "recompute",
-    "zero",
-    "schedule",
-    "stages_per_rank",
-    "offload",
+SEARCHED = tuple(
+    "tensor tensor_mode depth context pipe data replicate expert accumulate sequence_parallel "
+    "async_tensor_parallel recompute zero schedule stages_per_rank offload".split()
 )
 """Those that are searched."""
 

@@ -14,7 +14,8 @@ from torch import fx
 from espalier.comm.redistribute import RedistributePlan
 from espalier.mesh import Mesh
 from espalier.tensor.bucketing import said_of_graph
-from espalier.tensor.compiled import Backend, Bound, Slot, kinds, state
+from espalier.tensor.compiled import Backend, kinds, state
+from espalier.tensor.recorder import Bound, Slot
 from espalier.tensor.surroundings import CONSTANTS
 from espalier.trees import leaves
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -305,32 +306,29 @@ def full(
     Every factory takes these options. Without ``device_mesh`` the mesh is the one whose ``with`` block is
     open; without ``placements`` the tensor is replicated.
     """
-    return _factory(
-        (size,),
-        lambda lay, device: torch.full(lay.local_shape, fill_value, dtype=dtype, device=device),
-        **options,
-    )
+    return _like_torch(partial(torch.full, fill_value=fill_value), (size,), dtype, options)
+
+
+def _like_torch(
+    make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: torch.dtype | None, options: Any
+) -> DTensor:
+    """What a factory of torch's gives for this rank's part."""
+    return _factory(size, lambda lay, device: make(lay.local_shape, dtype=dtype, device=device), **options)
 
 
 def zeros(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> DTensor:
     """``torch.zeros`` on a mesh (options as for :func:`full`)."""
-    return _factory(
-        size, lambda lay, device: torch.zeros(lay.local_shape, dtype=dtype, device=device), **options
-    )
+    return _like_torch(torch.zeros, size, dtype, options)
 
 
 def ones(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> DTensor:
     """``torch.ones`` on a mesh (options as for :func:`full`)."""
-    return _factory(
-        size, lambda lay, device: torch.ones(lay.local_shape, dtype=dtype, device=device), **options
-    )
+    return _like_torch(torch.ones, size, dtype, options)
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> DTensor:
     """``torch.empty`` on a mesh (options as for :func:`full`)."""
-    return _factory(
-        size, lambda lay, device: torch.empty(lay.local_shape, dtype=dtype, device=device), **options
-    )
+    return _like_torch(torch.empty, size, dtype, options)
 
 
 def _vector(make: Callable[..., torch.Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
@@ -381,9 +379,8 @@ def rand(
 ) -> DTensor:
     """Uniform values in [0, 1), the same under every layout (options as for :func:`full`)."""
     kind = dtype or torch.get_default_dtype()
-    return _factory(
-        size, _random(lambda lay, key, device: uniform(lay, key, kind, device), generator), **options
-    )
+    make = _random(lambda lay, key, device: uniform(lay, key, kind, device), generator)
+    return _factory(size, make, **options)
 
 
 def randn(
@@ -391,9 +388,8 @@ def randn(
 ) -> DTensor:
     """Standard normal values, the same under every layout (options as for :func:`full`)."""
     kind = dtype or torch.get_default_dtype()
-    return _factory(
-        size, _random(lambda lay, key, device: normal(lay, key, kind, device), generator), **options
-    )
+    make = _random(lambda lay, key, device: normal(lay, key, kind, device), generator)
+    return _factory(size, make, **options)
 
 
 def randint(

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from espalier.comm.control import Answers
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, absent, plain
 from espalier.tensor.fallback import GatherWarning, writes
@@ -171,11 +172,8 @@ class Asked(Watcher):
     ) -> bool:
         """What a call that gives a bool says, on all ranks."""
         out = self.around(number, args, kwargs, lambda: number(*args, **kwargs))
-        before, self._is_asking = self._is_asking, True
-        try:
+        with having(self, _is_asking=True):
             return bool(out)
-        finally:
-            self._is_asking = before
 
     def _found(
         self,
@@ -292,8 +290,7 @@ class Asked(Watcher):
 
 def name_value(x: Named, *name: Any) -> Named:
     """Let values be told by what is read of this tensor, which all ranks know by this name; gives it."""
-    _note(x, name)
-    x._memory = None  # type: ignore[attr-defined]
+    x._made_of, x._memory = name, None  # type: ignore[attr-defined]
     return x
 
 

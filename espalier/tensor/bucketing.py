@@ -24,7 +24,7 @@ from torch import fx
 from espalier.comm.backend import Work, as_it_lies, pad_to
 from espalier.comm.collectives import all_reduce_, gathering, start_gather, start_sum
 from espalier.comm.control import OutOfBand
-from espalier.comm.custom_ops import library, mesh_of, parsed
+from espalier.comm.custom_ops import defined, mesh_of, parsed
 from espalier.comm.ring import GATHERED, SUMMED
 from espalier.device import is_accelerator
 from espalier.layout import chunk_bounds
@@ -140,14 +140,9 @@ def operators() -> tuple[Any, Any]:
 
     ``begin_bucket`` gives a number, as a tensor on the CPU, by which ``end_bucket`` knows what it waits for.
     """
-    home = library()
-    home.define("begin_bucket(Tensor[] xs, str mesh, int axis, str op, str parts) -> Tensor")
-    home.define("end_bucket(Tensor number, str mesh, str parts, str dtype, str device) -> Tensor[]")
-    home.impl("begin_bucket", _begin, "CompositeExplicitAutograd")
-    home.impl("end_bucket", _end, "CompositeExplicitAutograd")
-    torch.library.register_fake("espalier::begin_bucket", _number, lib=home)
-    torch.library.register_fake("espalier::end_bucket", _shaped, lib=home)
-    pair = torch.ops.espalier.begin_bucket.default, torch.ops.espalier.end_bucket.default
+    begins = "begin_bucket(Tensor[] xs, str mesh, int axis, str op, str parts) -> Tensor"
+    ends = "end_bucket(Tensor number, str mesh, str parts, str dtype, str device) -> Tensor[]"
+    pair = defined(begins, _begin, _number), defined(ends, _end, _shaped)
     for one in pair:
         keep_order(one)
     return pair

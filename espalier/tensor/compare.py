@@ -22,6 +22,7 @@ from espalier.comm.control import Absent, OutOfBand, named
 from espalier.comm.custom_ops import collective, recorders
 from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
+from espalier.mesh.mesh import coordinate_at
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import bits
 from espalier.torch_private import after_backward, current_graph_task_id, raw, version_of
@@ -84,10 +85,7 @@ class CheckRecord:
     def place(self, flat: int) -> str:
         """The global index of an element of the held value."""
         assert self.value is not None
-        index: list[int] = []
-        for n in reversed(self.value.shape):
-            flat, i = divmod(flat, n)
-            index.insert(0, i)
+        index = [*coordinate_at(flat, self.value.shape)]
         if self.layout is not None:
             index = [i + start for i, start in zip(index, local_box(self.layout).offsets, strict=True)]
         return str(index)
@@ -342,8 +340,8 @@ def _differing(mesh: Mesh, present: dict[int, dict[str, Any]]) -> Iterator[_Diff
     record = next(iter(present.values()))
     groups: dict[tuple[int, ...], dict[int, int]] = {}
     for i, r in present.items():
-        place = _coordinate(mesh, i)
-        key = tuple(c for axis, c in enumerate(place) if axis not in record["axes"])
+        coordinate = coordinate_at(i, mesh.shape)
+        key = tuple(c for axis, c in enumerate(coordinate) if axis not in record["axes"])
         groups.setdefault(key, {})[i] = r["hash"]
     for hashes in groups.values():
         if len(set(hashes.values())) > 1:
@@ -358,14 +356,6 @@ def _differing(mesh: Mesh, present: dict[int, dict[str, Any]]) -> Iterator[_Diff
             ]
             first = next(i for i, value in hashes.items() if value == usual)
             yield _Difference(record, axes, first, [i for i, value in hashes.items() if value != usual])
-
-
-def _coordinate(mesh: Mesh, place: int) -> tuple[int, ...]:
-    coordinate: list[int] = []
-    for n in reversed(mesh.shape):
-        place, c = divmod(place, n)
-        coordinate.insert(0, c)
-    return tuple(coordinate)
 
 
 def _aligned(records: list[list[tuple[str, str]]]) -> list[list[int | None]]:

@@ -7,8 +7,8 @@ the inputs where they must be, call, stamp the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
@@ -18,11 +18,12 @@ import torch
 from espalier.comm.custom_ops import unrecorded
 from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, may_be_empty, same_data
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, set_class, stamp
+from espalier.tensor.dtensor import Arguments, DTensor, absent, is_sparse, layout_of, set_class, stamp
 from espalier.tensor.fallback import (
     answering,
     asks_in_place,
@@ -284,7 +285,7 @@ class _Slot(dict[Any, "CachedCall | None"]):
 
 _slots: dict[Any, _Slot] = {}
 
-_NO_KWARGS: dict[str, Any] = {}
+NO_KWARGS: dict[str, Any] = {}
 _UNSEEN: Any = object()
 
 
@@ -328,7 +329,7 @@ def dispatch(
         values = kwargs.values()
         key = (key, *kwargs, *[a._layout if type(a) is DTensor else key_of(a) for a in values])
     else:
-        kwargs = _NO_KWARGS
+        kwargs = NO_KWARGS
     if slot.typed:
         key = (key, *[a.dtype if type(a) is DTensor else told(a) for a in args if type(a) in TOLD])
         if kwargs:
@@ -337,21 +338,21 @@ def dispatch(
     if entry is _UNSEEN:
         return _first(slot, key, func, args, kwargs)
     if entry is None:
-        return _unruled(func, types, args, kwargs)
+        return _unruled(func, args, kwargs)
     if entry.simple:
         out = plain_call(func, types, args, kwargs)
         set_class(out, DTensor)
         out._layout = entry.out
         return out
     if entry.quick:
-        out = plain_call(func, types, (args[0], *entry.tail), _NO_KWARGS)
+        out = plain_call(func, types, (args[0], *entry.tail), NO_KWARGS)
         set_class(out, DTensor)
         out._layout = entry.out
         return out
     if entry.flat:
         return entry.call_flat(func, args, kwargs)
     if entry.runs:
-        out = plain_call(entry.run, types, (func, args, kwargs, entry.placed), _NO_KWARGS)
+        out = plain_call(entry.run, types, (func, args, kwargs, entry.placed), NO_KWARGS)
         return _stamp(out, entry.out)
     if entry.writes:
         return plain_call(func, types, args, kwargs)
@@ -389,7 +390,7 @@ def _first(
         if wanted is None or (type(wanted) is type(error) and str(wanted) == str(error)):
             raise
         raise wanted from error
-    return _unruled(func, (), args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
 def _is_absent(x: DTensor) -> bool:
@@ -494,16 +495,14 @@ def unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """A call that has no rule, and is not looked up: of what it is given nothing is kept."""
     if is_strict.get():
         refuse_plain(func, tensors_in((args, kwargs)))
-    return _unruled(func, (), args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
 def _uncached(cls: type, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    return _unruled(func, types, args, kwargs)
+    return _unruled(func, args, kwargs)
 
 
-def _unruled(
-    func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lent = loans.loans_in(tensors_in((args, kwargs)))
     if lent:
         again = carry_out if RULES.get(func) is not None or function_of(func) is None else _uncached
@@ -614,9 +613,7 @@ def _replaced(tree: Any, path: Path, value: Any) -> Any:
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 
-def by_place(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def by_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The call with arguments by their places, where its rule does not know their names; None if it does."""
     known = RULES.signature(func).parameters if RULES.get(func) is not None else {}
     strange = {k for k in kwargs if k not in known and k not in ALIASES and k not in ("input", "out")}
@@ -649,28 +646,18 @@ def _overloads(name: str) -> tuple[tuple[str, ...], ...]:
 is_strict: ContextVar[bool] = ContextVar("espalier.strict", default=False)
 
 
-@contextmanager
-def strict() -> Iterator[None]:
+def strict() -> AbstractContextManager[None]:
     """While open, a call of DTensors and a plain tensor raises; 0-d tensors, being scalars, are allowed.
 
     >>> with espalier.strict():                                       # doctest: +SKIP
     ...     loss = model(batch)
     """
-    token = is_strict.set(True)
-    try:
-        yield
-    finally:
-        is_strict.reset(token)
+    return setting(is_strict, True)
 
 
-@contextmanager
-def implicit_replication() -> Iterator[None]:
+def implicit_replication() -> AbstractContextManager[None]:
     """While open, a plain tensor among DTensors is taken as replicated, also inside :func:`strict`."""
-    token = is_strict.set(False)
-    try:
-        yield
-    finally:
-        is_strict.reset(token)
+    return setting(is_strict, False)
 
 
 def refuse_plain(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:

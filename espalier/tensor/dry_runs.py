@@ -15,6 +15,7 @@ from torch import nn
 from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
 from espalier.device import get_rng_state, is_accelerator, set_rng_state
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.tensor.dry_autocast import as_if_for_cpu
 from espalier.tensor.observers import site, user_frame
@@ -251,11 +252,8 @@ class CostMode(DispatchMode):
     def as_one(self) -> Iterator[None]:
         """While open, all is one call's work."""
         self.begin()
-        self._nested = True
-        try:
+        with having(self, _nested=True):
             yield
-        finally:
-            self._nested = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -591,7 +591,7 @@ def _refuse_gradient(layout: Layout, grad: torch.Tensor) -> NoReturn:
 
 def _known(layout: Layout) -> Layout:
     """A gradient's layout where nothing is left to sum along axes of one rank."""
-    for axis in layout.partial:
+    for axis in () if layout.is_firm else layout.partial:
         if layout.mesh.shape[axis] == 1:
             layout = layout.with_axis(axis, "R")
     return layout
@@ -666,6 +666,10 @@ def left(x: torch.Tensor) -> torch.Tensor:
         if recorders() and type(x) is DTensor:
             return handle_torch_function(torch.Tensor.as_subclass, (x,), x, torch.Tensor)
         return plain(x)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call."""
 
 
 def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:

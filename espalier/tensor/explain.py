@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from espalier.comm import Collective
+from espalier.comm import Collective, Entry
 from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, D, R, is_partial, state_name
 from espalier.mesh import Mesh
@@ -43,14 +43,6 @@ from espalier.torch_private import raw
 from espalier.trees import tensors_in
 
 _WIDTH = 108
-
-
-class Sent(NamedTuple):
-    """A collective: its name, the axis' name, and the bytes that this rank sent."""
-
-    op: str
-    axis: str
-    bytes: int
 
 
 class TensorRow(NamedTuple):
@@ -99,8 +91,8 @@ class Row:
     depth: int = 0
     inputs: tuple[TensorRow, ...] = ()
     outputs: tuple[TensorRow, ...] = ()
-    sent: list[Sent] = field(default_factory=list)
-    sent_backward: list[Sent] = field(default_factory=list)
+    sent: list[Entry] = field(default_factory=list)
+    sent_backward: list[Entry] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -204,7 +196,7 @@ class Explanation(Watcher):
     def saw(self, event: Collective) -> None:
         """A collective: of the call that runs, or of the one whose backward runs."""
         self._met(event.mesh)
-        sent = Sent(event.op, event.where, event.sent)
+        sent = Entry(event.op, event.where, event.sent)
         owner = self._trail.here() if in_backward() else None
         if owner is not None and not (self._stack and self._stack[-1].phase == "backward"):
             owner.sent_backward.append(sent)
@@ -369,7 +361,7 @@ def _cut(tensors: tuple[TensorRow, ...]) -> list[Any]:
     return [*tensors[:6], f"and {len(tensors) - 6} more"] if len(tensors) > 7 else list(tensors)
 
 
-def _summed(events: list[Sent]) -> list[str]:
+def _summed(events: list[Entry]) -> list[str]:
     total: dict[tuple[str, str], list[int]] = {}
     for op, axis, sent in events:
         total.setdefault((op, axis), []).append(sent)

@@ -8,7 +8,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from espalier.comm.custom_ops import recorders, recording, unrecorded
 from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.tensor.dry_autocast import answered_for_meta
 from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
@@ -585,14 +586,9 @@ def _note(stands_for: StandsFor, value: torch.Tensor, x: DTensor) -> None:
         stands_for[get_gradient_edge(value)[:2]] = x.__dict__.get("_of", x)
 
 
-@contextmanager
-def standing(stands_for: StandsFor) -> Iterator[None]:
+def standing(stands_for: StandsFor) -> AbstractContextManager[None]:
     """While open, plain whole values that autograd knows by these edges stand for DTensors."""
-    token = _standing.set(stands_for)
-    try:
-        yield
-    finally:
-        _standing.reset(token)
+    return setting(_standing, stands_for)
 
 
 def stood_for(x: Any) -> Any:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm.custom_ops import observed
+from espalier.comm.functions import OwnFunction
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
-from espalier.tensor.random import Key, addends
+from espalier.tensor.random import Key, addends, in_single
 from espalier.torch_private import FakeTensor, getter, method, open_transform
 
 _BLOCK = 1024  # elements of a dropout that one program takes
@@ -137,8 +138,7 @@ class Drawn(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _threshold(p: float) -> int:
-    rounded: float = struct.unpack("f", struct.pack("f", p))[0]
-    return math.ceil(rounded * (1 << 24))
+    return math.ceil(in_single(p) * (1 << 24))
 
 
 @lru_cache(maxsize=64)
@@ -198,10 +198,8 @@ def dropped(x: torch.Tensor, layout: Layout, key: Key, p: float, inplace: bool) 
     return _apply(x, Drawn.of(key, p), 1 / (1 - p), numbering, inplace)
 
 
-class _Dropped(torch.autograd.Function):
+class _Dropped(OwnFunction):
     """Keeps nothing for the backward pass but the key."""
-
-    espalier = True
 
     @staticmethod
     def forward(

@@ -55,6 +55,7 @@ from espalier.torch_private import (
     VJP,
     FakeTensor,
     TorchDispatchMode,
+    close_saving_hooks,
     determinism_checks,
     flat_weights,
     function_mode_stack,
@@ -65,14 +66,17 @@ from espalier.torch_private import (
     module_functions,
     noop_save_inputs,
     note_constructors,
+    open_saving_hooks,
     outside_transforms,
     raw,
     replace_muon,
     same_score,
+    saved_tensors_hooks,
     torch_functions_on,
     version_of,
     with_torch_functions,
     wrap_door,
+    written_in_python,
 )
 from espalier.trees import flat_map, flatten, leaves, tensors_in
 
@@ -135,6 +139,8 @@ def install() -> None:
         setattr(kind, "__setattr__", object.__setattr__)  # noqa: B010 (at C's speed)
     for scripted in (torch.jit.ScriptFunction, torch.ScriptMethod):
         setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
+    # as any other function; torch's cannot be copied, nor can modules that have one then
+    setattr(torch.jit.ScriptFunction, "__deepcopy__", lambda function, memo: function)  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
@@ -166,19 +172,23 @@ def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
 def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of TorchScript, which asks no types: it would compute on this rank's parts.
 
-    Nor does it know what stands for a tensor that a pipeline has yet to compute.
+    Nor does it know what stands for a tensor that a pipeline has yet to compute, or who records its calls.
+    Where it was written in Python, that is called.
     """
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         given = leaves([list(args), kwargs]) if torch_functions_on() else []
-        if any(type(x) is DTensor for x in given):
-            return carry_out(DTensor, function, (), args, kwargs)
+        is_cut = any(type(x) is DTensor for x in given)
         stands = [
             x for x in given if not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
         ]
-        if stands:
-            return handle_torch_function(function, stands, *args, **kwargs)
-        return original(function, *args, **kwargs)
+        if not (is_cut or stands or recorders()):
+            return original(function, *args, **kwargs)
+        if (source := written_in_python(function)) is not None:
+            return source(*args, **kwargs)
+        if is_cut:
+            return carry_out(DTensor, function, (), args, kwargs)
+        return handle_torch_function(function, stands, *args, **kwargs)
 
     return call
 
@@ -422,10 +432,7 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
         held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
         if not held:
             return step(self, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = _alike(self)
         with each_for_itself(held):  # as each finds gradients of its own
             if parameters is None:
@@ -541,6 +548,13 @@ class Inside(TorchFunctionMode):
 
 
 _GIVING = (VJP, "linearize")  # a value and a function
+_BESIDE_HOOKS = (JVP, "linearize")  # torch's forward differentiation minds none
+_KEPT = (
+    "A transform of torch.func in a block that is computed again in the backward pass, or has its "
+    "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms "
+    "take no hooks. The numbers are right, and this part of the block needs the memory that it needs without "
+    "a plan. To save it, write what is transformed out."
+)
 
 
 def _holds_for_vmap(x: Any) -> bool:
@@ -562,6 +576,10 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
             return door(*args, **kwargs)
         if recording():
             raise _not_recorded(f"a function is transformed (torch.vmap, torch.func.grad: {door.__name__})")
+        if door.__name__ not in _BESIDE_HOOKS and saved_tensors_hooks(True) is not None:
+            warnings.warn(_KEPT, stacklevel=user_frame()[0])
+            with _without_hooks():
+                return entered(*args, **kwargs)
         has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
         if not has_dtensors and (not any_alive() or in_transform() is not None):
             return door(*args, **kwargs)
@@ -569,6 +587,20 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
         return (out[0], _transform(out[1]), *out[2:]) if gives else out
 
     return entered
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """While open, what autograd saves is kept as it is: torch's transforms take no hooks on that."""
+    opened: list[tuple[Any, Any]] = []
+    while (hooks := saved_tensors_hooks(True)) is not None:
+        opened.append(hooks)
+        close_saving_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(opened):
+            open_saving_hooks(pack, unpack)
 
 
 def _not_recorded(what: str) -> NotImplementedError:

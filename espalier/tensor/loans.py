@@ -26,7 +26,7 @@ from espalier.comm import move
 from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.sharding.spec import RULES, VIEWS, spellings
-from espalier.tensor.dtensor import DTensor, is_sparse, plain, stamp, up_to_date
+from espalier.tensor.dtensor import Arguments, DTensor, is_sparse, plain, stamp, up_to_date
 from espalier.torch_private import (
     OpOverload,
     OpOverloadPacket,
@@ -158,7 +158,7 @@ def keep_apart(x: torch.Tensor, place: torch.Tensor) -> None:
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a tensor is written to, is given other data, or its data is handed out."""
-    if type(x) is DTensor and x._layout.partial:
+    if type(x) is DTensor and not x._layout.is_firm:
         x._saved = True  # type: ignore[attr-defined]  # who asks knows it by its addends (see the dispatcher)
     handed = x.__dict__.get("_handed_out")
     with raw():
@@ -465,9 +465,7 @@ def are_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return func in _MAKING and _among([*args, *kwargs.values()], True)
 
 
-def read(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments with these numbers as numbers (a collective for each DTensor that is not replicated)."""
     if func in _INDEXING:
         return (args[0], _number(args[1], False), *args[2:]), kwargs

@@ -13,7 +13,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.sharding.spec import RULES
-from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp, up_to_date
+from espalier.tensor.dtensor import Arguments, DTensor, plain, redistribute, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import raw
@@ -39,9 +39,7 @@ def mesh_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Mesh:
     return next(iter(meshes.values()))
 
 
-def together(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def together(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The arguments of a call on one mesh, where they lie in stages or branches of it; else None.
 
     It is where what is written to lies, or all that has dims while numbers beside it are known there; else
@@ -166,9 +164,7 @@ def lie_in_each_stage(batch: Any, mesh: Mesh) -> None:
         x._place = mesh  # type: ignore[attr-defined]
 
 
-def as_all_find(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_all_find(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments of a call on several tensors, with what lies where all ranks find it for parameters.
 
     One that is written to stays itself, and so do all beside what a stage has for itself (an optimizer's
@@ -203,9 +199,7 @@ def as_all_find(
     return tuple(map(beside, args)), {name: beside(x) for name, x in kwargs.items()}
 
 
-def into_plain(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments of a call that writes to what each rank has for itself (a teacher, averages): the whole.
 
     A collective, where they lie in a stage: all ranks make such calls.

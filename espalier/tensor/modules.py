@@ -14,6 +14,7 @@ from torch import nn
 
 from espalier.comm import collectives, move
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import OwnFunction
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
@@ -334,9 +335,7 @@ def _meets(node: Any) -> bool:
     return False
 
 
-class _Enter(torch.autograd.Function):
-    espalier = True
-
+class _Enter(OwnFunction):
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -353,9 +352,7 @@ class _Enter(torch.autograd.Function):
         )
 
 
-class _Leave(torch.autograd.Function):
-    espalier = True
-
+class _Leave(OwnFunction):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)

@@ -397,16 +397,12 @@ def by_module(model: nn.Module) -> Iterator[ByModule]:
     """Record what the modules of ``model`` send while the context is open."""
     recorder = ByModule()
 
-    def hooks(name: str, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(lambda *_: recorder._enters(name), prepend=True),
-            module.register_forward_hook(lambda *_: recorder._leaves(), always_call=True),
-        ]
+    def enters(name: str, *_: Any) -> None:
+        recorder._enters(name)
 
-    handles = [handle for name, module in model.named_modules() for handle in hooks(name, module)]
-    try:
-        with observed(recorder):
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, observed(recorder):
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enters, name), prepend=True))
+            leaving = module.register_forward_hook(lambda *_: recorder._leaves(), always_call=True)
+            hooks.enter_context(leaving)
+        yield recorder

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from espalier.comm.custom_ops import recorders
 from espalier.comm.dry import know
 from espalier.device import get_rng_state, is_accelerator, seed_generator, set_rng_state
 from espalier.layout import Layout, local_box
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.mesh.process import World
 
@@ -93,6 +95,12 @@ def bits(index: torch.Tensor, key: Key) -> torch.Tensor:
     x = _xor_shift(x, 30).mul_(MIX1).add_(second)
     x = _xor_shift(x, 27).mul_(MIX2)
     return _xor_shift(x, 31)
+
+
+def in_single(x: float) -> float:
+    """A number as float32 has it."""
+    value: float = struct.unpack("f", struct.pack("f", x))[0]
+    return value
 
 
 def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -320,11 +328,10 @@ def drawing_by_key(mesh: Mesh, generator: torch.Generator | None = None) -> Iter
     torch.default_generator.manual_seed(int(key))
     if device is not None:
         seed_generator(device, int(key))
-    before = _by_key.set(True)
     try:
-        yield
+        with setting(_by_key, True):
+            yield
     finally:
-        _by_key.reset(before)
         torch.set_rng_state(own)
         if device is not None and of_device is not None:
             set_rng_state(device, of_device)

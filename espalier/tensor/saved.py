@@ -160,6 +160,17 @@ class Outer:
         return self.unpack(self.held)
 
 
+def by_outer(x: torch.Tensor, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Any:
+    """What is kept of a tensor that is left to the hooks around."""
+    return x if outer is None else Outer(outer[0](x), outer[1])
+
+
+def unpacked(kept: Any) -> torch.Tensor:
+    """The tensor that was kept, whatever of it."""
+    whole: torch.Tensor = kept if isinstance(kept, torch.Tensor) else kept.get()
+    return whole
+
+
 @contextmanager
 def saving_shards(shards: Sequence[Shard]) -> Iterator[None]:
     """While open, autograd saves shards in place of gathered tensors."""
@@ -181,12 +192,9 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
         source = sources.get(memory_id(x))
         if source is not None:
             return _View(source, x)
-        return x if outer is None else Outer(outer[0](x), outer[1])
+        return by_outer(x, outer)
 
-    def unpack(kept: torch.Tensor | _View | Outer) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept.get()
-
-    hooks = _Saving(pack, unpack)
+    hooks = _Saving(pack, unpacked)
     hooks.__enter__()
     return hooks
 

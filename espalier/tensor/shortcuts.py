@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.tensor.dispatch import NO_KWARGS
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.rules import RULES
 from espalier.torch_private import function_modes, tensor_attributes, torch_functions_on, wrap_door
 
 _TYPES = (DTensor,)
-_NO_KWARGS: dict[str, Any] = {}
 # of an operator's other side: what is no tensor of another type, nor decides what comes out
 _SIDES = frozenset({DTensor, int, float})
 # torch hands these operators on as the methods of these names
@@ -56,7 +56,7 @@ def _operator(original: Callable[..., Any], func: Callable[..., Any]) -> Callabl
     @functools.wraps(original)
     def operator(self: DTensor, other: Any) -> Any:
         if type(other) in _SIDES and torch_functions_on() and not function_modes():
-            return DTensor.__torch_function__(func, _TYPES, (self, other), _NO_KWARGS)
+            return DTensor.__torch_function__(func, _TYPES, (self, other), NO_KWARGS)
         return original(self, other)
 
     return operator

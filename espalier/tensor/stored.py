@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,8 +20,10 @@ import torch
 import torch.distributed.tensor as theirs
 
 from espalier.comm import move
+from espalier.comm.functions import OwnFunction
 from espalier.layout import Layout, Placement, Shard, local_box
 from espalier.layout.layout import Box, D, R, known_layout
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import known_mesh
 from espalier.tensor.api import lay_out
@@ -109,7 +111,8 @@ def reduced(x: DTensor, *, is_kept: bool = True) -> tuple[Any, ...]:
             "A pickle of a tensor that is cut over ranks keeps this rank's part, which only this rank of "
             "such a mesh can read. What espalier.prepare gave has all: call model.state_dict() and "
             "optimizer.state_dict() on all ranks, and torch.save on one (model.module.state_dict() has "
-            "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor().",
+            "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor(). "
+            "engine.save(path, average=average) has averages and other copies of the model, whole.",
             stacklevel=user_frame()[0],
         )
     if whole and not mesh.is_dry:
@@ -209,9 +212,7 @@ def from_torch(x: theirs.DTensor) -> DTensor:
     return stamp(local.view_as(local), layout)
 
 
-class _Waited(torch.autograd.Function):
-    espalier = True
-
+class _Waited(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -306,14 +307,9 @@ def teach_torch() -> None:
 _parts_asked: ContextVar[bool] = ContextVar("espalier.parts", default=False)
 
 
-@contextmanager
-def in_parts() -> Iterator[None]:
+def in_parts() -> AbstractContextManager[None]:
     """While open, state dicts of optimizers have what this rank holds, and nothing is sent for them."""
-    token = _parts_asked.set(True)
-    try:
-        yield
-    finally:
-        _parts_asked.reset(token)
+    return setting(_parts_asked, True)
 
 
 def parts_are_asked_for() -> bool:

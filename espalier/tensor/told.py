@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.comm.collectives import all_reduce_, sum_here
+from espalier.comm.functions import OwnFunction
 from espalier.comm.redistribute import move
 from espalier.layout import Layout
 from espalier.layout.layout import R, is_partial
 from espalier.layout.routes import SUMS
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.torch_private import raw, swap_impls, swapped, version_of
@@ -82,14 +84,10 @@ def known_at_once(out: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def as_addends(*meshes: Mesh) -> Iterator[None]:
     """While open, it is not the program's loop that computes: numbers stay addends until they are used."""
-    at_once = [mesh.sums_at_once for mesh in meshes]
-    for mesh in meshes:
-        mesh.sums_at_once = False
-    try:
+    with ExitStack() as stack:
+        for mesh in meshes:
+            stack.enter_context(having(mesh, sums_at_once=False))
         yield
-    finally:
-        for mesh, was in zip(meshes, at_once, strict=True):
-            mesh.sums_at_once = was
 
 
 def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:
@@ -200,10 +198,8 @@ def share_of_addend(layout: Layout) -> float:
     return share
 
 
-class _Known(torch.autograd.Function):
+class _Known(OwnFunction):
     """A number that is known, made of this rank's addend; differentiable to any order."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, addend: torch.Tensor, value: torch.Tensor, share: float) -> torch.Tensor:

@@ -284,16 +284,16 @@ def _refill(x: Any, before: Any) -> None:
             kind.clear(x)
             for k, v in before.items():
                 kind.__setitem__(x, k, v)
-    elif isinstance(x, list):
-        if len(x) != len(before) or any(a is not b for a, b in zip(x, before, strict=True)):
-            list.__setitem__(x, slice(None), before)
     elif isinstance(x, set):
         if x != before:
             x.clear()
             x.update(before)
     elif len(x) != len(before) or any(a is not b for a, b in zip(x, before, strict=True)):
-        x.clear()
-        x.extend(before)
+        if isinstance(x, list):
+            list.__setitem__(x, slice(None), before)
+        else:
+            x.clear()
+            x.extend(before)
 
 
 def _may_call(x: Any) -> bool:

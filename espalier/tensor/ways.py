@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
+from espalier.meanwhile import setting
+
 
 class Region(Protocol):
     """What may be called in several ways."""
@@ -36,11 +38,10 @@ class Ways:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """While open, calls are noted, the first time; later they go as then."""
-        token = Ways.now.set(self)
         try:
-            yield
+            with setting(Ways.now, self):
+                yield
         finally:
-            Ways.now.reset(token)
             self._again = iter(self._went)
 
     def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from espalier.train.corpus import Corpus, Tokens, prepare, unigram_entropy
+from espalier.train.corpus import Corpus, Tokens
 from espalier.train.job import Job
 from espalier.train.model_spec import Facts, Labels, imported
 from espalier.train.sections import FolderData, OwnData, TextData, TokenData
@@ -608,16 +608,3 @@ def shuffled(index: int, count: int, key: tuple[int, ...]) -> int:
         index = left << half | right
         if index < count:
             return index
-
-
-__all__ = [
-    "BatchSource",
-    "ImageBatches",
-    "SampledBatches",
-    "TextBatches",
-    "TokenBatches",
-    "prepare",
-    "training_batches",
-    "unigram_entropy",
-    "validation_batches",
-]

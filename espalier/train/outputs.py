@@ -22,15 +22,9 @@ from espalier.train.job import Job
 from espalier.train.model_spec import HuggingFaceSpec
 
 WEIGHTS = "model.safetensors"
-_OF_TOKENIZER = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+_OF_TOKENIZER = tuple(
+    "tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "vocab.txt tokenizer.model chat_template.jinja".split()
 )
 
 

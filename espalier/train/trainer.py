@@ -34,8 +34,8 @@ from espalier.train.building import (
     step_flops,
     weights_of,
 )
-from espalier.train.corpus import Corpus
-from espalier.train.data import BatchSource, prepare, training_batches, validation_batches
+from espalier.train.corpus import Corpus, prepare
+from espalier.train.data import BatchSource, training_batches, validation_batches
 from espalier.train.evaluation import Evaluator, Judge
 from espalier.train.facts import held_by_kind, slow_products
 from espalier.train.job import Job

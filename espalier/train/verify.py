@@ -20,7 +20,8 @@ from espalier.engine.batches import loss_of
 from espalier.parallel.plan import Plan
 from espalier.torch_private import all_given
 from espalier.train.building import build_model, build_optimizer, count_of, weights_of
-from espalier.train.data import prepare, training_batches
+from espalier.train.corpus import prepare
+from espalier.train.data import training_batches
 from espalier.train.job import Job
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -106,6 +107,8 @@ def test_values_come_back_as_they_were() -> None:
         "f": 1 + 2j,
         "g": torch.bfloat16,
         "h": deque([1]),
+        "j": deque([1, 2], maxlen=2),
+        "k": np.random.RandomState(3).get_state(),
         "i": {"x": torch.arange(3)},
     }
     said = json.loads(json.dumps(encode(given, "values", take)))
@@ -114,6 +117,8 @@ def test_values_come_back_as_they_were() -> None:
     assert repr(found) == repr(given)
     with pytest.raises(ValueError, match=r"extra\.0 is a _thread\.lock, which cannot be saved"):
         encode([threading.Lock()], "extra", take)
+    with pytest.raises(ValueError, match=r"extra is a numpy\.ndarray, which cannot be saved"):
+        encode(np.array(["a", "b"]), "extra", take)
 
 
 @pytest.mark.parametrize("axes", [{"data": 4}, {"a": 2, "b": 3}])

@@ -124,6 +124,23 @@ def test_mistakes_of_export(tmp_path: Path, monkeypatch: Any, args: list[str], s
     assert code == 2 and said in printed and "Traceback" not in printed and "not foreseen" not in printed
 
 
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
+    torch.save({str(i): torch.ones(99) for i in range(9)}, tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", (tmp_path / "cut.pt").stat().st_size // 2)
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    (tmp_path / "page.pt").write_text("<!DOCTYPE html>")
+    for name, said in (
+        ("cut.pt", "cut.pt cannot be read as what torch.save writes: .*It is damaged"),
+        (
+            "module.pt",
+            r"torch\.nn\.modules\.linear\.Linear was not an allowed global by default\. It is",
+        ),
+        ("page.pt", r"writes: Unsupported operand 60\. It is damaged"),
+    ):
+        with pytest.raises(FormatError, match=said):
+            open_any(tmp_path / name)
+
+
 class Payload:
     """Pickled, it is a call that makes a file."""
 

@@ -8,10 +8,12 @@ import gc
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -372,6 +374,57 @@ def several_folders(rank: int, world: int, folder: Path) -> None:
 
 def test_ranks_that_save_to_several_folders_do_not_wait(ranks: Any, tmp_path: Path) -> None:
     ranks(2, several_folders, tmp_path)
+
+
+def beside_the_model(rank: int, world: int, folder: Path) -> None:
+    """What a program keeps itself comes back as it was, whatever its names."""
+    net, x = nn.Linear(4, 4), torch.ones(3)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": world, "zero": 3})
+    draws = np.random.RandomState(rank // world)
+    given = {
+        "tensors": {1: x, "1": 2 * x, "a.b": 3 * x, "a": {"b": 4 * x}},
+        "window": deque([1.0, 2.0], maxlen=2),
+        "numpy": draws.get_state(),
+    }
+    expected = draws.rand(3).tolist()
+    engine.save(folder, **given)
+    found = engine.load(folder)
+    tensors = found["tensors"]
+    assert [y[0].item() for y in (tensors[1], tensors["1"], tensors["a.b"], tensors["a"]["b"])] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    found["window"].append(3.0)
+    assert list(found["window"]) == [2.0, 3.0]
+    draws.set_state(found["numpy"])
+    assert draws.rand(3).tolist() == expected
+    assert repr(found["tensors"].keys()) == repr(given["tensors"].keys())
+
+
+def test_what_is_saved_beside_the_model(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, beside_the_model, tmp_path)
+
+
+def asks_for_what_cannot_be(rank: int, world: int, folder: Path) -> None:
+    """All ranks are told, though the first alone looks, or one alone says otherwise."""
+    net = nn.Linear(4, 4)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": world})
+    saved = engine.save(folder, keep=1)
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match=rf"keep = {keep}: .*None, which keeps all"):
+            engine.save(folder, keep=keep if rank == 0 else 1)
+    assert newest(folder) == saved
+    for path in (folder / ("x" * 300), folder / ("x" * 300) / "y"):
+        with pytest.raises(CheckpointError, match="too long|no checkpoint"):
+            engine.load(path)
+        with pytest.raises(ValueError, match="too long|does not exist"):
+            engine.load_weights(path)
+
+
+def test_what_cannot_be_is_told_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, asks_for_what_cannot_be, tmp_path)
 
 
 def holds_little(rank: int, world: int, folder: Path) -> None:

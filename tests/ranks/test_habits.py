@@ -368,6 +368,31 @@ def containers(lay: Lay) -> list[Any]:
     return out
 
 
+class Trained(nn.Module):
+    """A block with a step of its own: a weight goes down the gradient of what it makes of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.weight = nn.Linear(6, 6), nn.Parameter(torch.eye(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.line(x))
+
+        def apart(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            return (torch.tanh(weight @ row) - row).square().sum()
+
+        slope = torch.vmap(torch.func.grad(apart), (None, 0))(self.weight, hidden)
+        _, back = torch.func.vjp(lambda h: torch.sin(h * self.line.bias), hidden)
+        return x + torch.einsum("nij,nj->ni", self.weight - 0.1 * slope, hidden) + back(hidden)[0]
+
+
+def transforms_in_blocks(lay: Lay) -> list[Any]:
+    """What torch.func differentiates within a forward that is computed again, too."""
+    model = nn.Sequential(Trained(), Trained(), nn.Linear(6, 4))
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    return [*(trained(model, optimizer, step).item() for step in range(3)), *model.parameters()]
+
+
 def transforms_of_the_model(lay: Lay) -> list[Any]:
     """The model as a function that torch.func differentiates, and for each row."""
     model = net(6, 6)
@@ -804,6 +829,7 @@ PROGRAMS = (
     norms_that_are_synchronized,
     weights_as_a_vector,
     weights_put_aside,
+    transforms_in_blocks,
     transforms_of_the_model,
     changes_of_the_model,
     containers,
@@ -823,6 +849,8 @@ AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
     functions_of_ones_own_in_losses,
     layers_past_autocast,
+    transforms_in_blocks,
+    functions_of_torchscript,
     losses_of_torchscript,
     sparse_graphs,
     parameters_given,
@@ -889,7 +917,7 @@ def compared(rank: int, world: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
-@pytest.mark.filterwarnings("ignore:(spread_out|_lambda|forward|.* of sparse tensors) has no sharding rule")
+@pytest.mark.filterwarnings("ignore:(forward|.* of sparse tensors) has no sharding rule")
 @pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule")
 @pytest.mark.filterwarnings("ignore:The autograd function (Adjoint|Turned) has no rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
@@ -897,6 +925,7 @@ def compared(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:Graph cannot be split:espalier.parallel.compose.UndividedWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
+@pytest.mark.filterwarnings("ignore:A transform of torch.func in a block that is computed again")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:

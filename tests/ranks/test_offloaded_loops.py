@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.test_habits import Lay, compare, net, trained
+from tests.ranks.test_habits import Lay, compare, loss_of, net, trained
 from tests.ranks.test_hooks_of_parameters import Tied, step_of_tied
 
 
@@ -36,12 +36,32 @@ def tables_of_two_stages(lay: Lay) -> list[Any]:
     return [*[step_of_tied(model, optimizer, step) for step in range(3)], *model.parameters()]
 
 
-PROGRAMS = states_taken_back, tables_of_two_stages
+def gradients_that_are_kept(lay: Lay) -> list[Any]:
+    """Two passes for one step, and gradients of one loss that a program holds while it makes another's."""
+    model, out = net(), []
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, 2 * step).backward()
+        loss_of(model, 2 * step + 1).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 6).backward()
+    first = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    loss_of(model, 7).backward()
+    out += [x.square().sum().item() for x in first if x is not None]
+    return [*out, *model.parameters()]
+
+
+PROGRAMS = states_taken_back, tables_of_two_stages, gradients_that_are_kept
 AWAY = {"parameters": "host", "states": "host"}
 PLANS: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "offload": AWAY},
     {"pipe": 2, "offload": AWAY},
     {"data": 2, "zero": 3, "offload": AWAY},
+    {"data": 2, "zero": 1, "offload": {"gradients": "host"}},
+    {"pipe": 2, "offload": {**AWAY, "gradients": "host"}},
 )
 
 

@@ -246,3 +246,89 @@ def written_to(rank: int, world: int) -> None:
 
 def test_what_is_written_to_state_dicts_is_told_of(ranks: Any) -> None:
     ranks(2, written_to)
+
+
+def gradients_of_a_file(rank: int, world: int) -> None:
+    """A script that goes on in the midst of an accumulation gives parameters the gradients that it kept."""
+
+    def passed(net: nn.Module, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            loss = F.cross_entropy(net(x), torch.arange(8) % 4)
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    net, optimizer = made()
+    passed(net, range(2))
+    kept = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    passed(net, range(2, 4))
+    optimizer.step()
+    expected = passed(net, range(4, 5))
+    plans = PLANS[world] if world > 2 else [{"data": 2}, *PLANS[world]]
+    for plan in plans:
+        for is_before in (True, False):
+            net, optimizer = made()
+            if not is_before:
+                net, optimizer = espalier.prepare(net, optimizer, plan=plan)
+            for name, p in net.named_parameters():
+                p.grad = kept[name].clone()
+            if is_before:
+                net, optimizer = espalier.prepare(net, optimizer, plan=plan)
+            passed(net, range(2, 4))
+            optimizer.step()
+            assert passed(net, range(4, 5)) == pytest.approx(expected, abs=1e-12), (plan, is_before)
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_gradients_that_a_script_has_kept_are_gone_on_from(ranks: Any, world: int) -> None:
+    ranks(world, gradients_of_a_file)
+
+
+class Config:
+    """As transformers has it: a save notes two things in it."""
+
+    def __init__(self) -> None:
+        self.scale, self.dtype, self.architectures = 0.5, None, None
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.dtype, self.architectures = "float64", ["Gated"]  # type: ignore[assignment]
+
+
+class Gated(nn.Module):
+    """Asks for values of its batch, if ``reads``."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.blocks, self.config, self.reads = made()[0], Config(), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads and (x > 9).any():
+            x = x.clamp(max=9)
+        out: torch.Tensor = self.blocks(x) * self.config.scale
+        return out
+
+
+def saved_by_the_first(rank: int, world: int) -> None:
+    """The first rank alone has other attributes then, and the ranks go on together."""
+    for reads in (True, False):
+        net: Any = Gated(reads)
+        expected = trained(net, torch.optim.AdamW(net.parameters(), 0.01), range(4))
+        net = Gated(reads)
+        net, optimizer = espalier.prepare(
+            net, torch.optim.AdamW(net.parameters(), 0.01), plan={"data": 2, "pipe": 2, "zero": 1}
+        )
+        found = trained(net, optimizer, range(2))
+        if rank == 0:
+            net.config.save_pretrained("nowhere")
+            if not reads:
+                net.best = found[-1]
+        found += trained(net, optimizer, range(2, 3))
+        net.config.scale = 0.25  # of all ranks: another model
+        assert trained(net, optimizer, range(3, 4)) != pytest.approx(expected[3:], abs=1e-3)
+        assert found == pytest.approx(expected[:3], abs=1e-12)
+
+
+def test_one_rank_that_has_saved_the_model_goes_on_with_the_others(ranks: Any) -> None:
+    ranks(4, saved_by_the_first)

@@ -42,7 +42,6 @@ PROGRAMS = [
     not in (
         habits.adjoint_methods,
         habits.sparse_graphs,
-        habits.functions_of_torchscript,
         habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,
         habits.functions_of_ones_own_in_losses,
@@ -133,6 +132,7 @@ def _is_excused(one: Telling, program: str) -> bool:
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
+@pytest.mark.filterwarnings("ignore:A transform of torch.func in a block that is computed again")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 @pytest.mark.parametrize(

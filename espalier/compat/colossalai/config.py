@@ -15,32 +15,13 @@ from espalier.texts import Mistake, MistakeError, similar, unknown_key
 
 _OWNER = "Colossal-AI's configuration"
 _TENSOR = {"size", "mode", "depth"}
-_SCALE = {
-    "init_scale",
-    "initial_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "hysteresis",
-    "max_scale",
-    "enabled",
-    "log_num_zeros_in_grad",
-    "verbose",
-    "clip_grad_norm",
-    "opt_level",
-}
-_KNOWN = (
-    "parallel",
-    "fp16",
-    "zero",
-    "gradient_accumulation",
-    "clip_grad_norm",
-    "gradient_handler",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
-    "use_zero",
-    "torch_ddp",
+_SCALE = set(
+    "init_scale initial_scale growth_factor backoff_factor growth_interval min_scale hysteresis "
+    "max_scale enabled log_num_zeros_in_grad verbose clip_grad_norm opt_level".split()
+)
+_KNOWN = tuple(
+    "parallel fp16 zero gradient_accumulation clip_grad_norm gradient_handler cudnn_benchmark "
+    "cudnn_deterministic use_zero torch_ddp".split()
 )
 # of these only the placement, and what scales losses, has an effect: how state is cut is the plan's
 _OF_ZERO = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,22 @@ class BaseHook:
         """Each batch of an evaluation."""
 
 
-class LossHook(BaseHook):
+class _EpochHook(BaseHook):
+    """Does the same behind each epoch, of training (``"train"``) and of evaluation (``"test"``)."""
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        """Tell."""
+        self._tell(trainer, "train")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        """Tell."""
+        self._tell(trainer, "test")
+
+    @abstractmethod
+    def _tell(self, trainer: Trainer, mode: str) -> None: ...
+
+
+class LossHook(_EpochHook):
     """Means of the losses of an epoch, over all ranks: ``trainer.states["metrics"]["train"]["Loss"]``."""
 
     def __init__(self, priority: int = 0) -> None:
@@ -208,13 +224,8 @@ class LossHook(BaseHook):
 
     after_test_iter = after_train_iter
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        trainer.tell("train", "Loss", trainer.mean(sum(self._losses), len(self._losses)))
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        trainer.tell("test", "Loss", trainer.mean(sum(self._losses), len(self._losses)))
+    def _tell(self, trainer: Trainer, mode: str) -> None:
+        trainer.tell(mode, "Loss", trainer.mean(sum(self._losses), len(self._losses)))
 
 
 class AccuracyHook(BaseHook):
@@ -266,20 +277,12 @@ class LRSchedulerHook(BaseHook):
         trainer.tell("train", "LR", self.lr_scheduler.get_last_lr()[0])
 
 
-class LogMetricByEpochHook(BaseHook):
+class LogMetricByEpochHook(_EpochHook):
     """Logs the metrics of an epoch on rank 0."""
 
     def __init__(self, logger: Any = None, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
         self._logger, self._every = logger or get_dist_logger(), interval
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        self._tell(trainer, "train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        self._tell(trainer, "test")
 
     def _tell(self, trainer: Trainer, mode: str) -> None:
         if trainer.cur_epoch % self._every == 0:
@@ -300,7 +303,7 @@ class LogMetricByStepHook(BaseHook):
     after_test_iter = after_train_iter
 
 
-class LogTimingByEpochHook(BaseHook):
+class LogTimingByEpochHook(_EpochHook):
     """Logs how long batches and epochs took, on rank 0.
 
     Args:
@@ -321,25 +324,19 @@ class LogTimingByEpochHook(BaseHook):
         self._timer, self._logger, self._every = timer, logger or get_dist_logger(), interval
         self._evaluates, self._ignored = log_eval, ignore_num_train_steps
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        self._tell(trainer, "Train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        if self._evaluates:
-            self._tell(trainer, "Test")
-
     def _tell(self, trainer: Trainer, mode: str) -> None:
-        times = self._timer.history(f"{mode}-step")[self._ignored if mode == "Train" else 0 :]
+        if mode == "test" and not self._evaluates:
+            return
+        name = mode.capitalize()
+        times = self._timer.history(f"{name}-step")[self._ignored if mode == "train" else 0 :]
         if trainer.cur_epoch % self._every == 0 and times:
             mean = sum(times) / len(times)
-            step = f"{mode}-step: last = {times[-1]:.4g} s, mean = {mean:.4g} s | #steps = {len(times)}"
-            line = f"[Epoch {trainer.cur_epoch} / {mode}]: {step}"
+            step = f"{name}-step: last = {times[-1]:.4g} s, mean = {mean:.4g} s | #steps = {len(times)}"
+            line = f"[Epoch {trainer.cur_epoch} / {name}]: {step}"
             self._logger.info(line, ranks=[0])
 
 
-class ThroughputHook(BaseHook):
+class ThroughputHook(_EpochHook):
     """Rows a second, of all ranks: ``trainer.states["metrics"][...]["Throughput"]``.
 
     Args:
@@ -375,16 +372,11 @@ class ThroughputHook(BaseHook):
 
     after_test_iter = after_train_iter
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        trainer.tell("train", "Throughput", trainer.rows_a_second(self._rows, self._seconds))
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """Tell."""
-        trainer.tell("test", "Throughput", trainer.rows_a_second(self._rows, self._seconds))
+    def _tell(self, trainer: Trainer, mode: str) -> None:
+        trainer.tell(mode, "Throughput", trainer.rows_a_second(self._rows, self._seconds))
 
 
-class TensorboardHook(BaseHook):
+class TensorboardHook(_EpochHook):
     """Writes the loss of each batch, and the metrics of an epoch, for TensorBoard.
 
     Args:
@@ -412,20 +404,12 @@ class TensorboardHook(BaseHook):
         if self.writer is not None and loss is not None:
             self.writer.add_scalar("Loss/train", float(loss), trainer.cur_step)
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Write."""
-        self._write(trainer, "train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        """Write."""
-        self._write(trainer, "test")
-
     def after_train(self, trainer: Trainer) -> None:
         """End."""
         if self.writer is not None:
             self.writer.close()
 
-    def _write(self, trainer: Trainer, mode: str) -> None:
+    def _tell(self, trainer: Trainer, mode: str) -> None:
         for name, value in trainer.states["metrics"][mode].items():
             if self.writer is not None and (name, mode) != ("Loss", "train"):
                 self.writer.add_scalar(f"{name}/{mode}", value, trainer.cur_step)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import random
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as _checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -22,9 +20,12 @@ from espalier.compat.absent import or_absent
 from espalier.compat.colossalai.accelerator import get_accelerator
 from espalier.compat.colossalai.config import ParallelMode, plan_of
 from espalier.compat.colossalai.core import global_context
+from espalier.compat.common import make_folder_of as ensure_path_exists  # noqa: F401
+from espalier.compat.common import seed_all as set_seed  # noqa: F401
 from espalier.device import accelerator, current
 from espalier.engine.seen import gradients_seen
-from espalier.mesh.process import running_rank
+from espalier.mesh.mesh import coordinate_at, place_at
+from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 from espalier.texts import refuse
 
@@ -59,7 +60,7 @@ def get_dataloader(
     options |= {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers}
     if not add_sampler:
         return DataLoader(dataset, shuffle=shuffle, **options)
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = running_size(), running_rank()
     plan = plan_of(global_context.config, ranks)
     share, here = share_of(plan, rank)
     among, size = share // plan.data, options.get("batch_size", 1)
@@ -76,13 +77,9 @@ def share_of(plan: Plan, rank: int) -> tuple[int, int]:
 
     Those are the ranks of the data axis; under 2D, 2.5D and 3D the tensor axes that cut rows share it too.
     """
-    places: dict[str, int] = {}
-    for name, n in reversed(plan.axes.items()):
-        rank, places[name] = divmod(rank, n)
-    share, here = 1, 0
-    for name in plan.batch_axes:
-        share, here = share * plan.axes[name], here * plan.axes[name] + places[name]
-    return share, here
+    places = dict(zip(plan.axes, coordinate_at(rank, [*plan.axes.values()]), strict=True))
+    sizes = [plan.axes[name] for name in plan.batch_axes]
+    return math.prod(sizes), place_at((places[name] for name in plan.batch_axes), sizes)
 
 
 def sampler_of(
@@ -101,7 +98,7 @@ def get_current_device() -> torch.device:
 
 def is_dp_rank_0() -> bool:
     """Whether this rank has the first rows of a batch."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = running_size(), running_rank()
     return share_of(plan_of(global_context.config, ranks), rank)[1] == 0
 
 
@@ -134,22 +131,6 @@ def print_rank_0(msg: Any, logger: Any = None) -> None:
     """Print, or log, on the first rank."""
     if running_rank() == 0:
         print(msg, flush=True) if logger is None else logger.info(msg)
-
-
-def set_seed(seed: int) -> None:
-    """Of Python's, NumPy's and torch's generators."""
-    random.seed(seed)
-    if numpy := _numpy():
-        numpy.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
 
 
 def sync_model_param(model: nn.Module, parallel_mode: Any = None) -> None:
@@ -236,11 +217,6 @@ def free_storage(data: torch.Tensor) -> None:
 
 
 # ---- small things
-
-
-def ensure_path_exists(filename: str) -> None:
-    """Make the folder that a file is to be in."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from espalier.compat.absent import or_absent
-from espalier.compat.colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from espalier.compat.colossalai.booster.plugin import SCALES, GeminiPlugin, LowLevelZeroPlugin, Plugin
 from espalier.compat.colossalai.interface import show
 from espalier.compat.colossalai.nn.optimizer import HybridAdam
 from espalier.compat.common import LateModule, world_size
@@ -54,7 +54,6 @@ class LazyInitContext:
 # a dtype has no effect there: that of wrapped models is said by their wrapper, or by model.half()
 ZeroInitContext = ColoInitContext = LazyInitContext
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
 
 
 class ZeroModule(LateModule):
@@ -153,7 +152,7 @@ def ShardedOptimizerV2(
 
 def GeminiAdamOptimizer(model: ZeroModule, **defaults: Any) -> torch.optim.Optimizer:
     """:func:`GeminiOptimizer` of ``HybridAdam``."""
-    of_scale = (*_SCALES, "max_norm", "clipping_norm", "gpu_margin_mem_ratio", "max_scale", "norm_type")
+    of_scale = (*SCALES, "max_norm", "clipping_norm", "gpu_margin_mem_ratio", "max_scale", "norm_type")
     options = {key: defaults.pop(key) for key in of_scale if key in defaults}
     return GeminiOptimizer(HybridAdam(model.parameters(), **defaults), model, **options)
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
+from espalier.compat.absent import one_by_one
+
 _ZERO: Final = "zero_optimization."
 _WORDS: Final = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 # the method; the key; DeepSpeed's default
@@ -86,20 +88,10 @@ GIVEN: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
 OPTIMIZERS: Final = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon"})
 # what a configuration cannot ask for here: it is off
 OFF: Final = frozenset(
-    {
-        "autotuning_enabled",
-        "autotuning_profile_model_info",
-        "compile_autosp",
-        "compile_autotp",
-        "compile_zero_optimization_stage",
-        "curriculum_learning_enabled",
-        "data_efficiency_enabled",
-        "data_sampling_enabled",
-        "is_deepcompile_active",
-        "is_deepcompile_enabled",
-        "random_ltd_enabled",
-        "uses_parallelization_pass_only",
-    }
+    "autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
+    "compile_zero_optimization_stage curriculum_learning_enabled data_efficiency_enabled "
+    "data_sampling_enabled is_deepcompile_active is_deepcompile_enabled random_ltd_enabled "
+    "uses_parallelization_pass_only".split()
 )
 _SUMS: Final = (
     "gradients are summed over the ranks by backward() and step(), and by allreduce_gradients(); for sums of "
@@ -110,70 +102,35 @@ _DATA: Final = "choose data and sequence lengths in the data set, or in its samp
 _GRAPHS: Final = "engine.compile() compiles the model's blocks, collectives included"
 # what DeepSpeed's engine has besides, and what to do in its place
 INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "all_gather_scalar",
-                "allreduce_and_copy",
-                "allreduce_bucket",
-                "allreduce_no_retain",
-                "buffered_allreduce_fallback",
-                "sparse_all_gather",
-                "sparse_allreduce",
-                "sparse_allreduce_bucket",
-                "sparse_allreduce_no_retain",
+    one_by_one(
+        {
+            "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain "
+            "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
+            "sparse_allreduce_no_retain": _SUMS,
+            "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
+            "autotuning_start_profile_step": _TUNING,
+            "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config "
+            "random_ltd_initialize set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
+            "get_autosp_backend get_autotp_backend get_compile_time get_deepcompile_backend "
+            "get_deepspeed_compile_backend register_compile_pass": _GRAPHS,
+            "aio_config": "threads read and write files of offloaded states: see Offload(directory=)",
+            "clip_fp32_gradients": "step() clips by gradient_clipping; torch.nn.utils.clip_grad_norm_ before",
+            "coalesce_grad_reduction": "`with engine.no_sync():` around all backward passes but the last",
+            "get_additional_losses": "add them up in the model, or in loss_fn",
+            "get_optimizer_configuration": "the configuration says which optimizer: engine.optimizer is it",
+            "log_for_device tput_log": "logging is Python's own",
+            "load_moe_state_dict": "engine.load_checkpoint takes experts along, from any number of ranks",
+            "offload_states reload_states": (
+                "Plan(offload=) lays states on the host: `offload_optimizer` of the configuration"
             ),
-            _SUMS,
-        ),
-        **dict.fromkeys(
-            (
-                "autotuning_end_profile_step",
-                "autotuning_metric",
-                "autotuning_metric_path",
-                "autotuning_model_info_path",
-                "autotuning_start_profile_step",
-            ),
-            _TUNING,
-        ),
-        **dict.fromkeys(
-            (
-                "curriculum_learning_config",
-                "data_efficiency_config",
-                "data_sampling_config",
-                "random_ltd_config",
-                "random_ltd_initialize",
-                "set_custom_curriculum_learning_schedule",
-                "set_data_post_process_func",
-            ),
-            _DATA,
-        ),
-        **dict.fromkeys(
-            (
-                "get_autosp_backend",
-                "get_autotp_backend",
-                "get_compile_time",
-                "get_deepcompile_backend",
-                "get_deepspeed_compile_backend",
-                "register_compile_pass",
-            ),
-            _GRAPHS,
-        ),
-        "aio_config": "files of offloaded states are read and written by threads: see Offload(directory=)",
-        "clip_fp32_gradients": "step() clips at gradient_clipping; torch.nn.utils.clip_grad_norm_ before it",
-        "coalesce_grad_reduction": "`with engine.no_sync():` around all backward passes but the last",
-        "get_additional_losses": "add them up in the model, or in loss_fn",
-        "get_optimizer_configuration": "the configuration says which optimizer: engine.optimizer is it",
-        **dict.fromkeys(("log_for_device", "tput_log"), "logging is Python's own"),
-        "load_moe_state_dict": "engine.load_checkpoint takes experts along, from any number of ranks",
-        "offload_states": "Plan(offload=) lays states on the host: `offload_optimizer` of the configuration",
-        "print_forward_breakdown": "wall_clock_breakdown, or torch.profiler",
-        "reload_states": "Plan(offload=) lays states on the host: `offload_optimizer` of the configuration",
-        "set_batch_fn": "map the batches: engine.train_batch(map(fn, data_iter))",
-        "set_has_attention_mask": "stages send what the model's layers hand on, masks too",
-        "swap_tensor_config": "Offload(directory=) says where states lie on a disk",
-        "tensor_parallel_config": "engine.plan.tensor, or engine.autotp_size()",
-        "torch_autocast_lower_precision_safe_modules": "torch.autocast chooses by operation",
-    }
+            "print_forward_breakdown": "wall_clock_breakdown, or torch.profiler",
+            "set_batch_fn": "map the batches: engine.train_batch(map(fn, data_iter))",
+            "set_has_attention_mask": "stages send what the model's layers hand on, masks too",
+            "swap_tensor_config": "Offload(directory=) says where states lie on a disk",
+            "tensor_parallel_config": "engine.plan.tensor, or engine.autotp_size()",
+            "torch_autocast_lower_precision_safe_modules": "torch.autocast chooses by operation",
+        }
+    )
 )
 
 

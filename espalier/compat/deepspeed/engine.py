@@ -115,6 +115,8 @@ class DeepSpeedEngine(EngineModule):
         """See the class."""
         return self.engine.optimizer
 
+    basic_optimizer = optimizer  # nothing is wrapped around it
+
     # ---- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -466,11 +468,6 @@ class DeepSpeedEngine(EngineModule):
     def pipeline_parallelism(self) -> bool:
         """Whether there are stages."""
         return bool(self.plan.pipe > 1)
-
-    @property
-    def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer: nothing is wrapped around it."""
-        return self.optimizer
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among those that share the batch."""

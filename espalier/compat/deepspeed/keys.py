@@ -50,15 +50,13 @@ def _yes(section: str, **keys: tuple[Any, str]) -> Iterator[Key]:
         yield Key(section + name, "honoured", reason, kind)
 
 
-def _idle(section: str, reason: str, *names: str) -> Iterator[Key]:
-    for name in names:
+def _idle(section: str, reason: str, names: str) -> Iterator[Key]:
+    for name in names.split():
         yield Key(section + name, "no effect", reason)
 
 
-def _no(
-    section: str, reason: str, *names: str, harmless: tuple[Any, ...] = (False, None, 0)
-) -> Iterator[Key]:
-    for name in names:
+def _no(section: str, reason: str, names: str, harmless: tuple[Any, ...] = (False, None, 0)) -> Iterator[Key]:
+    for name in names.split():
         yield Key(section + name, "refused", reason, None, harmless)
 
 
@@ -142,8 +140,7 @@ _TABLE: Final = (
     *_no(
         "data_types.",
         "parameters and buffers have the dtype that fp16, bf16 or the model say",
-        "param_dtype",
-        "buffer_dtype",
+        "param_dtype buffer_dtype",
     ),
     *_no(
         "data_types.",
@@ -161,8 +158,7 @@ _TABLE: Final = (
     *_idle(
         "",
         "another order of the same division; `communication_data_type: fp32` is what keeps small gradients",
-        "prescale_gradients",
-        "gradient_predivide_factor",
+        "prescale_gradients gradient_predivide_factor",
     ),
     *_no(
         "",
@@ -197,57 +193,36 @@ _TABLE: Final = (
     *_idle(
         "zero_optimization.",
         _ALWAYS,
-        "contiguous_gradients",
-        "reduce_scatter",
-        "allgather_partitions",
-        "overlap_comm",
-        "compute_grad_norm",
-        "round_robin_gradients",
-        "use_multi_rank_bucket_allreduce",
-        "cpu_offload_use_pin_memory",
-        "load_from_fp32_weights",
-        "elastic_checkpoint",
+        "contiguous_gradients reduce_scatter allgather_partitions overlap_comm compute_grad_norm "
+        "round_robin_gradients use_multi_rank_bucket_allreduce cpu_offload_use_pin_memory "
+        "load_from_fp32_weights elastic_checkpoint",
     ),
     *_idle(
         "zero_optimization.",
         "chunks are gathered as they are used, small parameters too, and let go after their block",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "sub_group_size",
-        "leaf_module",
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential sub_group_size leaf_module",
     ),
     *_idle(
         "zero_optimization.",
         "there is no such choice here",
-        "legacy_stage1",
-        "parameter_alignment",
-        "memory_efficient_linear",
-        "pipeline_loading_checkpoint",
-        "override_module_apply",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
+        "legacy_stage1 parameter_alignment memory_efficient_linear pipeline_loading_checkpoint "
+        "override_module_apply log_trace_cache_warnings enable_sanity_checks "
         "save_muon_momentum_buffer_in_memory",
     ),
     *_idle("zero_optimization.", "parameters without a gradient are not updated", "ignore_unused_parameters"),
     *_no(
         "zero_optimization.",
         "weights and gradients travel whole, so that the results are the same",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
         "zeropp_loco_param",
     ),
     *_no("zero_optimization.", "an update is made before the next step begins", "zenflow"),
     *_no(
         "zero_optimization.",
         "DeepSpeed has dropped MiCS: `zero_hpz_partition_size` cuts inside of groups",
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
+        "mics_shard_size mics_hierarchical_params_gather",
         harmless=(False, None, 0, -1),
     ),
     *_yes(
@@ -267,31 +242,18 @@ _TABLE: Final = (
         for key in _idle(
             section,
             "buffers are made as large as chunks are; host memory is pinned",
-            "pin_memory",
-            "buffer_count",
-            "buffer_size",
-            "max_in_cpu",
-            "pipeline_read",
-            "pipeline_write",
-            "fast_init",
+            "pin_memory buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init",
         )
     ),
     *_idle(
         "zero_optimization.offload_optimizer.",
         "the update is one of torch's on the host",
-        "super_offload",
-        "cpuadam_cores_perc",
+        "super_offload cpuadam_cores_perc",
     ),
     *_idle(
         "aio.",
         "files are read and written by threads of the process, past no kernel module",
-        "block_size",
-        "queue_depth",
-        "thread_count",
-        "intra_op_parallelism",
-        "single_submit",
-        "overlap_events",
-        "use_gds",
+        "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
     ),
     # ---- other axes
     *_yes(
@@ -301,29 +263,19 @@ _TABLE: Final = (
     *_idle(
         "tensor_parallel.",
         "how layers are cut is seen in the model, or said by `layouts=`",
-        "preset_model",
-        "vocab_parallel_lm_head",
-        "vocab_parallel_ce_backend",
-        "dtype",
-        "tp_overlap_comm",
-        "keep_module_on_host",
-        "replace_with_kernel_inject",
-        "kernel_inject",
-        "tp.tp_size",
-        "tp.tp_grain_size",
+        "preset_model vocab_parallel_lm_head vocab_parallel_ce_backend dtype tp_overlap_comm "
+        "keep_module_on_host replace_with_kernel_inject kernel_inject tp.tp_size tp.tp_grain_size",
     ),
     *_no(
         "tensor_parallel.",
         'say it by name patterns: `deepspeed.initialize(..., layouts={"*.q_proj": "column"})`',
-        "partition_config",
-        "injection_policy_tuple",
+        "partition_config injection_policy_tuple",
         harmless=(None,),
     ),
     *_no(
         "tensor_parallel.",
         "the mesh is made of `autotp_size`",
-        "tp.mpu",
-        "tp.tp_group",
+        "tp.mpu tp.tp_group",
         harmless=(None,),
     ),
     *_yes("", sequence_parallel_size=(Count, '`Plan(context=, context_kind="ulysses")`')),
@@ -340,7 +292,7 @@ _TABLE: Final = (
         partition=(str, "`best` and `uniform`: stages of about equal cost; see `PipelineModule`"),
         activation_checkpoint_interval=(Elements, 'above 0: `Plan(recompute="full")`'),
     ),
-    *_idle("pipeline.", "what stages send is whole", "pipe_partitioned", "grad_partitioned"),
+    *_idle("pipeline.", "what stages send is whole", "pipe_partitioned grad_partitioned"),
     *_idle("pipeline.", "recomputation is torch's, not reentrant", "use_reentrant"),
     *_idle("pipeline.", "what a model draws is the same on any ranks", "seed_layers"),
     # ---- activations
@@ -352,10 +304,7 @@ _TABLE: Final = (
     *_idle(
         "activation_checkpointing.",
         "`deepspeed.checkpointing.checkpoint` is torch's, not reentrant",
-        "number_checkpoints",
-        "contiguous_memory_optimization",
-        "synchronize_checkpoint_boundary",
-        "profile",
+        "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     ),
     # ---- what is told
     *_yes(
@@ -373,7 +322,7 @@ _TABLE: Final = (
         enabled=(bool, "every step's ledger is kept: `engine.engine.ledger()`"),
         verbose=(bool, "prints it at `steps_per_print`"),
     ),
-    *_idle("comms_logger.", "the ledger has all operations", "prof_all", "prof_ops", "debug"),
+    *_idle("comms_logger.", "the ledger has all operations", "prof_all prof_ops debug"),
     *_yes(
         "flops_profiler.",
         enabled=(
@@ -386,10 +335,7 @@ _TABLE: Final = (
     *_idle(
         "flops_profiler.",
         "operations are counted as they are called: `torch.profiler` breaks them down",
-        "module_depth",
-        "top_modules",
-        "detailed",
-        "recompute_fwd_factor",
+        "module_depth top_modules detailed recompute_fwd_factor",
     ),
     *(
         key
@@ -409,16 +355,9 @@ _TABLE: Final = (
     *_idle(
         "comet.",
         "see `comet.enabled`",
-        "samples_log_interval",
-        "project",
-        "workspace",
-        "api_key",
-        "experiment_name",
-        "experiment_key",
-        "online",
-        "mode",
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
-    *_idle("timers.", "see `wall_clock_breakdown`", "throughput.enabled", "throughput.synchronized"),
+    *_idle("timers.", "see `wall_clock_breakdown`", "throughput.enabled throughput.synchronized"),
     *_idle("", "logging is Python's own", "log_level"),
     *_idle("", "garbage is collected as the program says", "disable_python_gc"),
     *_idle("", "any size of vocabulary is cut", "vocabulary_size"),
@@ -429,14 +368,8 @@ _TABLE: Final = (
     *_idle(
         "checkpoint.",
         "each rank writes its part",
-        "parallel_write.pipeline_stage",
-        "checkpoint_serialization",
-        "writer.type",
-        "writer.io_buffer_size",
-        "writer.io_buffer_double",
-        "writer.show_statistics",
-        "writer.data_parallel",
-        "writer.decoupled",
+        "parallel_write.pipeline_stage checkpoint_serialization writer.type writer.io_buffer_size "
+        "writer.io_buffer_double writer.show_statistics writer.data_parallel writer.decoupled "
         "writer.io_multiplier",
     ),
     *_yes("", datastates_ckpt=(Named | bool | None, "`engine.save(asynchronous=True)`")),
@@ -445,23 +378,10 @@ _TABLE: Final = (
     *_idle(
         "compile.",
         "see `compile.deepcompile`",
-        "autoep_non_moe",
-        "free_activation",
-        "free_activation_threshold",
-        "offload_activation",
-        "offload_activation_pin_memory",
-        "offload_opt_states",
-        "double_buffer",
-        "symmetric_memory",
-        "debug_log",
-        "offload_parameters",
-        "sync_before_reduce",
-        "sync_after_reduce",
-        "sync_before_allgather",
-        "sync_after_allgather",
-        "keep_int_input_tensors",
-        "keep_all_input_tensors",
-        "passes",
+        "autoep_non_moe free_activation free_activation_threshold offload_activation "
+        "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+        "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+        "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes",
     ),
     *_no(
         "",
@@ -478,16 +398,13 @@ _TABLE: Final = (
     *_no(
         "",
         "choose data and sequence lengths in the data set",
-        "data_efficiency",
-        "curriculum_learning",
+        "data_efficiency curriculum_learning",
         harmless=(None, {}, {"enabled": False}),
     ),
     *_no(
         "",
         "weights are not quantised in training",
-        "weight_quantization",
-        "compression_training",
-        "quantize_training",
+        "weight_quantization compression_training quantize_training",
         harmless=(None, {}),
     ),
     *_no(
@@ -505,12 +422,7 @@ _TABLE: Final = (
     *_no(
         "",
         "DeepSpeed has dropped it",
-        "nebula",
-        "eigenvalue",
-        "sparse_attention",
-        "graph_harvesting",
-        "progressive_layer_drop",
-        "sparse_gradients",
+        "nebula eigenvalue sparse_attention graph_harvesting progressive_layer_drop sparse_gradients",
         harmless=(None, {}, {"enabled": False}, False),
     ),
 )
@@ -530,14 +442,10 @@ ALIASES: Final = MappingProxyType(
         **{
             f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
             for name in (
-                "param_persistence_threshold",
-                "model_persistence_threshold",
-                "max_live_parameters",
-                "max_reuse_distance",
-                "module_granularity_threshold",
-                "use_all_reduce_for_fetch_params",
-                "allgather_sequential",
-            )
+                "param_persistence_threshold model_persistence_threshold max_live_parameters "
+                "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params "
+                "allgather_sequential"
+            ).split()
         },
     }
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -23,6 +22,7 @@ from espalier.compat.absent import or_absent
 from espalier.layout import Partial, Replicate, Shard
 from espalier.models.moe import Experts as Stack
 from espalier.tensor import DTensor, local_map
+from espalier.tensor.random import in_single
 from espalier.texts import refuse
 
 
@@ -180,13 +180,8 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
 
 def _room(factor: float, least: int, tokens: int, experts: int) -> int:
     """What an expert takes: computed in float32, which decides where a share is next to a whole number."""
-    share = _single(_single(factor) * _single(tokens / experts))
+    share = in_single(in_single(factor) * in_single(tokens / experts))
     return max(math.ceil(share), least)
-
-
-def _single(x: float) -> float:
-    value: float = struct.unpack("f", struct.pack("f", x))[0]
-    return value
 
 
 def _chosen(

@@ -304,17 +304,8 @@ class DeepSpeedCPUAdam:
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
         """The optimizer."""
-        return adam_or_adamw(
-            model_params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adamw_mode,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        update = lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        return adam_or_adamw(model_params, *update, fp32_optimizer_states=fp32_optimizer_states)
 
 
 class DeepSpeedCPUAdagrad:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext as noop_context  # noqa: F401
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from espalier.compat.absent import or_absent
+from espalier.compat.common import make_folder_of as ensure_directory_exists  # noqa: F401
+from espalier.compat.common import seed_all as set_random_seed  # noqa: F401
 from espalier.compat.deepspeed.accelerator import get_accelerator
 from espalier.compat.deepspeed.utils import RepeatingLoader
 from espalier.device import process_memory
@@ -40,20 +40,6 @@ class DummyOptim:
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function."""
     return func
-
-
-def ensure_directory_exists(filename: str | Path) -> None:
-    """Make the folder that a file is to be in."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
-
-
-def set_random_seed(seed: int) -> None:
-    """Of Python, numpy and torch."""
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed)  # noqa: NPY002  # that of programs which draw by numpy.random
-    torch.manual_seed(seed)
 
 
 def is_model_parallel_parameter(p: Any) -> bool:

@@ -249,11 +249,7 @@ class PipelineParallelGrid:
         """This one."""
         return self.global_rank
 
-    def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
-        return self.get_stage_id()
-
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
         """Stages."""

@@ -239,12 +239,8 @@ class FullyShardedDataParallel(LateModule):
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None, group: Any = None
     ) -> dict[str, Any]:
         """The optimizer's states, whole, by the names of parameters (a collective)."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        held = [p for of in optim.param_groups for p in of["params"]]
         states = whole_states(optim.state_dict() if optim_state_dict is None else optim_state_dict)
-        known = [names[id(p)] for p in held]
-        groups = [{**of, "params": [known[i] for i in of["params"]]} for of in states["param_groups"]]
-        state = {"state": {known[i]: x for i, x in states["state"].items()}, "param_groups": groups}
+        state = _renamed(states, _names_of(model, optim).__getitem__)
         for wrapped in FullyShardedDataParallel.fsdp_modules(model):
             return wrapped._as_said(state, wrapped._kind.optimizer_config)
         return state
@@ -327,23 +323,10 @@ class FullyShardedDataParallel(LateModule):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """States by the numbers of parameters as states by their names, or the other way round."""
-        held = (
-            list(model.parameters())
-            if optim is None
-            else [p for of in optim.param_groups for p in of["params"]]
-        )
-        names = {id(p): name for name, p in model.named_parameters()}
-        words = [names[id(p)] for p in held]
-        of: dict[Any, Any] = dict(enumerate(words))
+        of: dict[Any, Any] = dict(enumerate(_names_of(model, optim)))
         if optim_state_key_type is OptimStateKeyType.PARAM_ID:
             of = {name: i for i, name in of.items()}
-        return {
-            "state": {of.get(key, key): x for key, x in optim_state_dict["state"].items()},
-            "param_groups": [
-                {**group, "params": [of.get(key, key) for key in group["params"]]}
-                for group in optim_state_dict["param_groups"]
-            ],
-        }
+        return _renamed(optim_state_dict, lambda key: of.get(key, key))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -355,20 +338,30 @@ class FullyShardedDataParallel(LateModule):
         group: Any = None,
     ) -> dict[str, Any]:
         """States by names as ``optim.load_state_dict`` takes them; each rank keeps its pieces then."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        numbers = {
-            names[id(p)]: i for i, p in enumerate(p for of in optim.param_groups for p in of["params"])
-        }
-        states = {
-            "state": {numbers[name]: dict(x) for name, x in optim_state_dict["state"].items()},
-            "param_groups": [
-                {**of, "params": [numbers[name] for name in of["params"]]}
-                for of in optim_state_dict["param_groups"]
-            ],
-        }
+        numbers = {name: i for i, name in enumerate(_names_of(model, optim))}
+        states = _renamed(optim_state_dict, numbers.__getitem__)
+        states["state"] = {i: dict(x) for i, x in states["state"].items()}
         if load_directly:
             optim.load_state_dict(states)
         return states
+
+
+def _names_of(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[str]:
+    """The names of the parameters that an optimizer holds, in its order; without one, of all."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    if optim is None:
+        return [*names.values()]
+    return [names[id(p)] for group in optim.param_groups for p in group["params"]]
+
+
+def _renamed(states: Mapping[str, Any], named: Callable[[Any], Any]) -> dict[str, Any]:
+    """An optimizer's states under other keys."""
+    return {
+        "state": {named(key): x for key, x in states["state"].items()},
+        "param_groups": [
+            {**group, "params": [*map(named, group["params"])]} for group in states["param_groups"]
+        ],
+    }
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

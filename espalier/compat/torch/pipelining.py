@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ from espalier.engine.accumulation import Count
 from espalier.engine.module import optimizer_of
 from espalier.engine.passes import plain_output
 from espalier.engine.surface import bound
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
+from espalier.mesh.mesh import coordinate_at
 from espalier.parallel import Plan
 from espalier.parallel.schedules import Schedule
 from espalier.parallel.schedules.generate import dual_pipe_v, interleaved_zero_bubble, looped_bfs
@@ -195,17 +197,12 @@ def _marked(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if marks and marks[-1] is None:
             marks[-1] = name
 
-    hooks = [m.register_forward_pre_hook(partial(enter, name)) for name, m in module.named_modules()]
-    token = _marks.set(marks)
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            module(*args, **kwargs)
-            for x, before in buffers.items():
-                x.copy_(before)
-    finally:
-        _marks.reset(token)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, setting(_marks, marks), torch.no_grad(), torch.random.fork_rng():
+        for name, m in module.named_modules():
+            hooks.enter_context(m.register_forward_pre_hook(partial(enter, name)))
+        module(*args, **kwargs)
+        for x, before in buffers.items():
+            x.copy_(before)
     if None in marks:
         reason = "no module is called behind it: expected one, at which the next stage begins"
         refuse("pipeline", [("pipe_split()", "...", reason)])
@@ -503,8 +500,7 @@ def _packed(parts: Mapping[int, nn.Module]) -> bytes | str:
 
 def _along(axes: Mapping[str, int], name: str, rank: int) -> int:
     """A rank's coordinate on one axis, of axes that are said outermost first."""
-    behind = math.prod(list(axes.values())[list(axes).index(name) + 1 :])
-    return rank // behind % axes[name]
+    return coordinate_at(rank, [*axes.values()])[[*axes].index(name)]
 
 
 def _cut(target: Any, n: int) -> list[Any]:

@@ -368,7 +368,7 @@ class Gradients:
         if self._is_summed_early(chunk):
             self._sum_outer(chunk)
             self._put_in_place(chunk)
-        self.leave(chunk)
+        self.leave(chunk, new=True)
 
     def _is_summed_early(self, chunk: Chunk) -> bool:
         """Whether a chunk's gradients go to their place before the backward pass is over.
@@ -403,13 +403,19 @@ class Gradients:
             self._store.settle()
         _show_moved(chunk, *self._store.take(_key(chunk), [chunk.gradient], on_host=on_host))
 
-    def leave(self, chunk: Chunk) -> None:
-        """Start to take the gradients of a chunk away, if they are to be off the device."""
+    def leave(self, chunk: Chunk, *, new: bool = False) -> None:
+        """Start to take the gradients of a chunk away, if they are to be off the device.
+
+        Args:
+            new: there were none; a program may hold those of before, which it has dropped.
+        """
         if "gradients" in chunk.places:
             assert self._store is not None and chunk.gradient is not None
             self._store.settle()
             away = chunk.places["gradients"]
-            self._store.put(_key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown))
+            self._store.put(
+                _key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown), new=new
+            )
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None

@@ -19,7 +19,7 @@ from espalier.parallel.data.disk import Disk, DiskError
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
 from espalier.tensor.dry_runs import unseen
-from espalier.torch_private import raw, version_of
+from espalier.torch_private import holders_of_memory, raw, version_of
 
 Tensors = list[torch.Tensor]
 # places off the device where tensors stay as they are: what is written to a stand-in is there at once
@@ -113,14 +113,19 @@ class OffloadStore:
         then: Callable[[Tensors], object],
         *,
         keep: bool = False,
+        new: bool = False,
     ) -> None:
         """Start to take tensors away; the caller lets go of them.
 
         Args:
             then: is called with their stand-ins when they are away, by :meth:`settle`.
             keep: the space on disk that was reserved for more.
+            new: these are others than those that went before, whose stand-ins somebody may hold: then they
+                get memory of their own.
         """
         item = self._items.setdefault(key, _Item())
+        if new and item.host is not None and any(map(_is_held, item.host)):
+            item.host = None
         with raw(), torch.no_grad():
             contiguous = [plain(t.detach()).contiguous() for t in tensors]
             item.place = place
@@ -340,6 +345,11 @@ class OffloadStore:
         pairs = [(a, b) for a, b in zip(into, outof, strict=True) if _place(a) != _place(b) and b.numel()]
         up = any(is_accelerator(a.device) for a, _ in pairs)
         return copy_by(self._up if up else self._down, pairs, self.device, ready)
+
+
+def _is_held(x: torch.Tensor) -> bool:
+    """Whether others than the store have a tensor over the memory of one of its own."""
+    return holders_of_memory(x) > 1
 
 
 def _place(t: torch.Tensor) -> tuple[torch.device, int]:

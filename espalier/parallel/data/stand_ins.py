@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from espalier.comm.custom_ops import recording
+from espalier.comm.functions import OwnFunction
 from espalier.comm.redistribute import carry_out
 from espalier.parallel.data.chunks import ShardedParam
 from espalier.tensor import plain, stamp
@@ -135,10 +136,8 @@ def _come(resting: weakref.ref[ShardedStandIn]) -> None:
         stand_in._bring()
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(OwnFunction):
     """All of a parameter; its gradient is this rank's addend to the whole one, as in the owner's use."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, p: torch.Tensor, member: ShardedParam, whole: torch.Tensor | None) -> torch.Tensor:

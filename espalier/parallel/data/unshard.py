@@ -14,6 +14,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.comm import Work
 from espalier.comm.collectives import Fetching, start_gather
+from espalier.comm.functions import OwnFunction
 from espalier.device import beside, wait_for
 from espalier.mesh import Mesh
 from espalier.parallel.data.chunks import Appearance, Chunk, ShardedParam, show
@@ -766,10 +767,8 @@ class _Call:
                 g.release()
 
 
-class _Mark(torch.autograd.Function):
+class _Mark(OwnFunction):
     """A node before a module: its backward runs when all gradients have come out of the module."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,34 +13,10 @@ from torch import nn
 
 from espalier.comm.collectives import receive_from, send_to
 from espalier.mesh import Mesh
+from espalier.parallel import schedules
 from espalier.parallel.pipeline.measure import measured
 from espalier.parallel.pipeline.split import Split, SplitError, split
-from espalier.parallel.schedules import (
-    KINDS,
-    TABLES,
-    Action,
-    ActionKind,
-    Costs,
-    Report,
-    Schedule,
-    ScheduleError,
-    Span,
-    Timeline,
-    check,
-    find_schedule,
-    from_csv,
-    from_toml,
-    generate,
-    live,
-    load,
-    read_times,
-    simulate,
-    to_csv,
-    to_toml,
-    with_messages,
-    without_messages,
-    write_table,
-)
+from espalier.parallel.schedules import *  # noqa: F403
 
 
 def gpipe(
@@ -86,34 +62,5 @@ def gpipe(
     return total
 
 
-__all__ = [
-    "KINDS",
-    "TABLES",
-    "Action",
-    "ActionKind",
-    "Costs",
-    "Report",
-    "Schedule",
-    "ScheduleError",
-    "Span",
-    "Split",
-    "SplitError",
-    "Timeline",
-    "check",
-    "find_schedule",
-    "from_csv",
-    "from_toml",
-    "generate",
-    "gpipe",
-    "live",
-    "load",
-    "measured",
-    "read_times",
-    "simulate",
-    "split",
-    "to_csv",
-    "to_toml",
-    "with_messages",
-    "without_messages",
-    "write_table",
-]
+__all__ = ["Split", "SplitError", "gpipe", "measured", "split"]
+__all__ += schedules.__all__

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout
 from espalier.parallel.pipeline.observed import Observed
-from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor import DTensor, full_tensor, recorder, stamp
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
@@ -273,14 +273,7 @@ SIZED = frozenset(
     getattr(owner, name) for name in _SIZED for owner in (torch, torch.Tensor) if hasattr(owner, name)
 )
 # answers that shapes and dtypes give
-METADATA = frozenset(
-    """
-    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
-    is_complex is_signed is_inference is_conj is_neg is_same_size get_device is_set_to dim_order result_type
-    untyped_storage is_shared is_pinned is_tensor is_storage can_cast has_names is_coalesced type _is_view
-    __len__ __hash__ __repr__ __format__ __class__ broadcast_shapes broadcast_tensors_shapes
-    """.split()
-)
+METADATA = recorder.METADATA | {"broadcast_shapes", "broadcast_tensors_shapes"}
 _QUIET = METADATA | {"__get__", "__set__", full_value.__name__}
 
 
@@ -775,6 +768,8 @@ class Marks:
             return x
         if id(x) not in self._known:
             self._known[id(x)] = type(x)  # where it is within itself
+            if hasattr(type(x), "save_pretrained"):
+                held = {k: y for k, y in held.items() if k not in _NOTED_BY_A_SAVE}
             self._left -= len(held)
             marked = (type(x), {k: self._mark(y) for k, y in held.items()}) if self._left > 0 else x
             self._known[id(x)] = x if self._left <= 0 else marked
@@ -782,6 +777,8 @@ class Marks:
 
 
 OF_TORCH = frozenset({*TABLES, *HOOKS, *HOOK_OPTIONS, *STATE_HOOKS})  # attributes of modules
+# in a configuration of transformers, on the one rank that saves the model; no forward asks for it
+_NOTED_BY_A_SAVE = frozenset({"architectures", "dtype"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 

@@ -10,7 +10,7 @@ import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from torch import nn
 
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import DICTS, ModelStandIns, hooks_in, is_flag_of_hooks, newly_hooked
 from espalier.parallel.pipeline.unset import Hidden
@@ -103,14 +104,9 @@ class Memory:
         self._told: set[tuple[str, str]] = set()  # asked for too early
         self._has_warned = False
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undone(self) -> AbstractContextManager[None]:
         """While open, who makes passes undoes what they set: tensors need no values elsewhere."""
-        self._is_kept, before = False, self._is_kept
-        try:
-            yield
-        finally:
-            self._is_kept = before
+        return having(self, _is_kept=False)
 
     def tell(self, model: nn.Module, before: Snapshot, has_failed: bool) -> None:
         """After a pass: all ranks come here.

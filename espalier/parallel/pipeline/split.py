@@ -38,6 +38,7 @@ from espalier.parallel.pipeline.record import (
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
+from espalier.tensor.loans import here
 from espalier.tensor.names import Reads
 from espalier.tensor.observers import user_frame
 from espalier.texts import similar
@@ -247,6 +248,11 @@ class Split:
             before = stages_of[name] = used or stages_of.get(names[id(x)], before[-1:])
         return stages_of
 
+    @property
+    def reads(self) -> bool:
+        """Whether Python's control flow read values of its batch."""
+        return self._guards is not None
+
     def holds(self, batch: Any) -> bool:
         """Whether its modules are as they were, and what Python's control flow read of its batch, too."""
         now = _said_of(m for m, _ in self._attributes)
@@ -295,11 +301,13 @@ class _Family:
         self._users: dict[str, tuple[int, ...]] | None = None
         self._buffers = [own_buffers(m) for m in self._modules]
 
-    def trace(self, batch: Any) -> Trace:
+    def trace(self, batch: Any, as_plain: Callable[[Any], Any] | None = None) -> Trace:
+        """A trace for a batch; ``as_plain``: what stands in it for its tensors, else their whole values."""
         with disable_modes():  # who counts memory or operations is not to count these
             while True:
                 try:
-                    traced = trace(mapped(_plain, batch), self.device, self.stand_ins, self.whole)
+                    given = mapped(as_plain or _plain, batch)
+                    traced = trace(given, self.device, self.stand_ins, self.whole)
                     self.written |= traced.written
                     return traced
                 except ValuesError as error:
@@ -314,21 +322,34 @@ class _Family:
         for candidate in same:
             if candidate.holds(batch):
                 return candidate
-        traced = self.trace(batch)
+        found = None
+        if same and not any(candidate.reads for candidate in same):
+            # attributes are others, maybe on this rank alone (it has saved the model): nothing may be sent
+            found = self.checked(self.trace(batch, _of_that_shape))
+        if found is None or found.reads:
+            found = self.checked(self.trace(batch))
+        if len(same) == _ALIKE:
+            del same[0]
+            _tell_of_traces()
+        same.append(found)
+        self.check_places(found)
+        if len(self.known) > _TRACES:
+            self.known.popitem(last=False)
+        return found
+
+    def checked(self, traced: Trace) -> Split:
+        """The stages of a trace.
+
+        Raises:
+            SplitError: one of them does not begin in it.
+        """
         if missing := [cut for cut in self.cuts if cut not in _labels(traced)]:
             raise SplitError(
                 f"Stages begin at {', '.join(map(repr, missing))}, which the model's forward does not call "
                 "this time. Where they begin is found with the first batch, and holds for all: give cuts at "
                 "modules that each forward calls, Plan(cuts=...), or plan without pipe."
             )
-        if len(same) == _ALIKE:
-            del same[0]
-            _tell_of_traces()
-        same.append(Split(self, traced, self.cuts))
-        self.check_places(same[-1])
-        if len(self.known) > _TRACES:
-            self.known.popitem(last=False)
-        return same[-1]
+        return Split(self, traced, self.cuts)
 
     def check_places(self, split: Split) -> None:
         """See that stages use what they have: parameters lie where the first batch used them.
@@ -682,6 +703,20 @@ def _marks_of(reads: Reads) -> list[Any]:
 
 def _plain(x: Any) -> Any:
     return full_tensor(x) if type(x) is DTensor else x
+
+
+def _of_that_shape(x: Any) -> Any:
+    """A plain tensor like the whole of what lies on ranks, of the rows that are here; nothing is sent."""
+    if type(x) is not DTensor:
+        return x
+    layout, own = here(x)
+    for dim, size in enumerate(layout.shape):
+        n = own.shape[dim]
+        if not n and size:
+            own = own.new_zeros(layout.shape)
+        elif n != size:
+            own = own.index_select(dim, torch.arange(size, device=own.device) % n)
+    return own.requires_grad_(x.requires_grad)
 
 
 def _is_plain(x: Any) -> bool:

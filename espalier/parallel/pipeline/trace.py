@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from espalier.blocks import blocks, named_parameters_in, parameters_in
+from espalier.meanwhile import having
 from espalier.parallel.pipeline.record import (
     METADATA,
     AnswerRecorder,
@@ -296,11 +297,8 @@ def _calls_seen(seen: Callable[..., Any]) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return seen(go, module, args, kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
+    with having(nn.Module, __call__=call):
         yield
-    finally:
-        nn.Module.__call__ = go  # type: ignore[method-assign]
 
 
 class _Hidden(Exception):

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -446,22 +447,15 @@ class Calls:
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
         """While open, note calls."""
 
-        def note(name: str, args: Any, kwargs: Any) -> None:
+        def note(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
             with without_torch_functions(), suppress(Exception):
                 # what a block may write to (a cache of keys and values) is noted as it is before
                 self.of.setdefault(name, copy.deepcopy(tree_map(_shape_of, (args, kwargs))))
 
-        handles = [
-            block.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
-            )
-            for name, block in blocks.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, block in blocks.items():
+                hooks.enter_context(block.register_forward_pre_hook(partial(note, name), with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _shape_of(x: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import MeetingFunction, OwnFunction
 from espalier.comm.redistribute import redistribute_by, redistribute_plan
 from espalier.comm.ring import SEQUENCE, Ring, gathered_products, multiply, summed_products
 from espalier.layout import Layout
@@ -152,10 +153,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _Node(torch.autograd.Function):
+class _Node(OwnFunction):
     """Nothing but a place in the graph: backward comes by when a gathered product is done."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -167,11 +166,8 @@ class _Node(torch.autograd.Function):
         return grad
 
 
-class _GatheredProduct(torch.autograd.Function):
+class _GatheredProduct(MeetingFunction):
     """A column layer's product, and its whole input, which others share."""
-
-    espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(
@@ -221,11 +217,8 @@ class _GatheredProduct(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-class _ScatteredProduct(torch.autograd.Function):
+class _ScatteredProduct(MeetingFunction):
     """A row layer's product, of whose sum over the ranks each has a piece."""
-
-    espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from espalier.comm.functions import OwnFunction
 from espalier.layout import Layout
 from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, composed, rule
 from espalier.tensor.rules.loss import in_range, mean_of, softmaxed
@@ -105,7 +106,7 @@ def _rows(options: Any, rows: int, features: int, classes: int) -> int:
     return max(rows * features // max(classes * parts, 1), min(_FEWEST, rows), 1)
 
 
-class _Chunked(torch.autograd.Function):
+class _Chunked(OwnFunction):
     """The sum over rows of ``share`` · -log softmax(x · headᵀ + bias)[target].
 
     The gradients are made with the loss, for of a sum of losses they are known up to a factor: so no logits
@@ -113,8 +114,6 @@ class _Chunked(torch.autograd.Function):
     Gradients of 16-bit weights are added up in float32. Nothing is kept but the gradients: neither the
     weight, which may be taken away meanwhile, nor the input.
     """
-
-    espalier = True
 
     @staticmethod
     def forward(

@@ -236,6 +236,8 @@ def diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = N
 
 def _steps(y: Any, x: Any, dx: Any, dim: int) -> Any:
     """The areas of the trapezoids between neighbours."""
+    if not y.ndim or not y.shape[dim] or (x is not None and x.ndim not in (1, y.ndim)):
+        return NotImplemented
     at, n = normal_dim(dim, y.ndim), y.shape[dim]
     sums = y.narrow(at, 1, n - 1) + y.narrow(at, 0, n - 1)
     if x is None:
@@ -251,17 +253,15 @@ def _steps(y: Any, x: Any, dx: Any, dim: int) -> Any:
 @composed("trapezoid trapz")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """The integral by trapezoids."""
-    if not y.ndim or not y.shape[dim] or (x is not None and x.ndim not in (1, y.ndim)):
-        return NotImplemented
-    return _steps(y, x, dx, dim).sum(dim)
+    areas = _steps(y, x, dx, dim)
+    return areas if areas is NotImplemented else areas.sum(dim)
 
 
 @composed("cumulative_trapezoid")
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
     """The integral up to each point."""
-    if not y.ndim or not y.shape[dim] or (x is not None and x.ndim not in (1, y.ndim)):
-        return NotImplemented
-    return _steps(y, x, dx, dim).cumsum(dim)
+    areas = _steps(y, x, dx, dim)
+    return areas if areas is NotImplemented else areas.cumsum(dim)
 
 
 @composed("renorm")

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import OwnFunction
 from espalier.sharding.spec import Operand, Spec, rule
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.rules.matmul import linear
@@ -62,10 +63,8 @@ def as_linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
     return linear(x, weight, bias)
 
 
-class _Float8Product(torch.autograd.Function):
+class _Float8Product(OwnFunction):
     """x[m, k] · weight[n, k]ᵀ. Keeps both as they were given: a weight may be taken away meanwhile."""
-
-    espalier = True
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from espalier.comm.control import REFUSALS, agree, looks
 from espalier.comm.custom_ops import recording
 from espalier.layout import Layout, may_be_empty
 from espalier.layout.layout import D, R
+from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.sharding.spec import Placed, Runner, Spec
 from espalier.tensor.dtensor import DTensor, plain
@@ -192,13 +193,12 @@ class CountsAhead:
                 ):
                     count = TargetCount(x, kind, tensors[i]._layout.mesh, None)
                     self._sent[i, kind] = count, version_of(x)
-        token = counts_ahead.set(self)
         try:
-            yield
-            for count, _ in self._sent.values():
-                count.arrive()  # nobody may have asked for it
+            with setting(counts_ahead, self):
+                yield
+                for count, _ in self._sent.values():
+                    count.arrive()  # nobody may have asked for it
         finally:
-            counts_ahead.reset(token)
             self._sent.clear()
             self._tensors.clear()
 

@@ -25,6 +25,7 @@ from espalier.sharding.spec import (
     rule,
     rule_of_each,
 )
+from espalier.tensor.rules.matmul import added
 from espalier.tensor.rules.pointwise import operands_in
 
 MATRIX = """
@@ -198,29 +199,20 @@ def inner(x: Operand, y: Operand) -> Spec | None:
 @rule("addmv", inplace=True)
 def addmv(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·x[m, k]·y[k]."""
-    return _added(bias, [("m", "k"), ("k",)], ("m",), (x.shape[0],), ("k",))
+    return added(bias, [("m", "k"), ("k",)], ("m",), (x.shape[0],), ("k",))
 
 
 @rule("addr", inplace=True)
 def addr(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·x[m] ⊗ y[n]."""
-    return _added(bias, [("m",), ("n",)], ("m", "n"), (*x.shape, *y.shape), ())
+    return added(bias, [("m",), ("n",)], ("m", "n"), (*x.shape, *y.shape), ())
 
 
 @rule("addbmm", inplace=True)
 def addbmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec:
     """beta·bias + alpha·Σ x[b, m, k]·y[b, k, n]."""
     shape = (x.shape[1], y.shape[2])
-    return _added(bias, [("b", "m", "k"), ("b", "k", "n")], ("m", "n"), shape, ("b", "k"))
-
-
-def _added(bias: Operand, ins: list[Dims], out: Dims, shape: tuple[int, ...], summed: Dims) -> Spec:
-    skip = len(out) - bias.ndim
-    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
-    return Spec(
-        [added, *ins], [out], [shape], reduce=dict.fromkeys(summed, "sum"), linear=[(0, 1), (0, 2)],
-        addends=(0,),
-    )  # fmt: skip
+    return added(bias, [("b", "m", "k"), ("b", "k", "n")], ("m", "n"), shape, ("b", "k"))
 
 
 @rule("bilinear")

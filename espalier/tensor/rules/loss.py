@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from espalier.comm import collectives
 from espalier.comm.control import REFUSALS, agree, looks
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import MeetingFunction
 from espalier.comm.redistribute import deferred, summed
 from espalier.layout import Layout, local_box
 from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, of_nothing, rule, rule_with
@@ -32,6 +33,14 @@ def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) ->
     return elementwise_loss(input, target, *args, **kwargs)
 
 
+def reduction_of(args: Any, kwargs: Any) -> str | None:
+    """What a loss makes of its elements; None where the words say it that were there before ``reduction``."""
+    if any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
+        return None
+    said: str = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
+    return said
+
+
 @rule(
     F.smooth_l1_loss,
     F.huber_loss,  # whose mean is not divided by weights
@@ -44,8 +53,8 @@ def weighted_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) ->
 )
 def elementwise_loss(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Losses that compare element by element (bce, ...), reduced to mean, sum or not."""
-    reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
-    if any(kwargs.get(k) is not None for k in ("size_average", "reduce")):
+    reduction = reduction_of(args, kwargs)
+    if reduction is None:
         return None
     operands = operands_in(input, target, args, kwargs)
     shape = tuple(torch.broadcast_shapes(*(o.shape for o in operands)))
@@ -304,16 +313,13 @@ def softmaxed(
     return losses if dead is None else losses.masked_fill_(dead, 0), slope, index, minus, dead
 
 
-class _VocabularyParallel(torch.autograd.Function):
+class _VocabularyParallel(MeetingFunction):
     """-log softmax(logits)[target] with the classes sharded: two all-reduces, of [tokens] and [2, tokens].
 
     Largest logit, sum of exponentials, target's logit (Shoeybi et al. 2019, Megatron-LM, section 3).
     Keeps one tensor of the logits' size, its second output: the derivative of each loss, the softmax less
     one at the target.
     """
-
-    espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(
@@ -431,9 +437,8 @@ def row_loss(*letters: str) -> Callable[..., Spec | None]:
 
     def rule(*args: Any, **kwargs: Any) -> Spec | None:
         operands = operands_in(args, kwargs)
-        reduction = kwargs.get("reduction", next((a for a in args if isinstance(a, str)), "mean"))
-        legacy = any(kwargs.get(k) is not None for k in ("size_average", "reduce"))
-        if legacy or reduction not in ("mean", "sum", "none"):
+        reduction = reduction_of(args, kwargs)
+        if reduction not in ("mean", "sum", "none"):
             return None
         if 0 in operands[0].shape[1:] or operands[0].shape == (0,):
             return None

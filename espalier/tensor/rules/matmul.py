@@ -71,23 +71,24 @@ def reverse_matmul(x: Operand, y: Operand) -> Spec:
     return matmul(y, x)
 
 
+def added(bias: Operand, ins: list[Dims], out: Dims, shape: tuple[int, ...], summed: Dims) -> Spec:
+    """A product of two, and a bias that is broadcast to it."""
+    skip = len(out) - bias.ndim
+    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
+    return Spec(
+        [added, *ins], [out], [shape], reduce=dict.fromkeys(summed, "sum"), linear=[(0, 1), (0, 2)],
+        addends=(0,),
+    )  # fmt: skip
+
+
 @rule("addmm baddbmm", loose=True)
 def addmm(bias: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Spec | None:
     """beta·bias + alpha·x[m, k]·y[k, n]; also addbmm's batched sister baddbmm."""
     lead: Dims = ("z",) if x.ndim == 3 else ()
     shape = (*x.shape[:-1], y.shape[-1])
     out: Dims = (*lead, "m", "n")
-    skip = len(out) - bias.ndim
-    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
-    spec = Spec(
-        [added, (*lead, "m", "k"), (*lead, "k", "n")],
-        [out],
-        [shape],
-        reduce={"k": "sum"},
-        linear=[(0, 1), (0, 2)],
-        addends=(0,),
-    )
-    if beta != 1 or alpha != 1 or bias.ndim != 1 or not added[0]:
+    spec = added(bias, [(*lead, "m", "k"), (*lead, "k", "n")], out, shape, ("k",))
+    if beta != 1 or alpha != 1 or bias.ndim != 1 or not spec.ins[0][0]:
         return spec
     return lay_on_grid(spec, ADDMM, x, y, bias)
 

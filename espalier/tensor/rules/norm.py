@@ -14,20 +14,18 @@ from typing import Any
 import torch
 
 from espalier.comm import collectives
+from espalier.comm.functions import MeetingFunction
 from espalier.comm.redistribute import summed
 from espalier.mesh import Mesh
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, of_one, rule
 
 
-class _Standardize(torch.autograd.Function):
+class _Standardize(MeetingFunction):
     """(x - mean) / sqrt(variance + eps) over dims that the ranks of some axes share.
 
     Two all-reduces of the size of the statistics forward (Chan, Golub, LeVeque 1983, for the variance
     of parts), one of twice that backward. What is saved is the result, not the input.
     """
-
-    espalier = True
-    meets = True  # others, backward
 
     @staticmethod
     def forward(

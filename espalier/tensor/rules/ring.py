@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function
 
 from espalier.comm import collectives
 from espalier.comm.custom_ops import recorders
+from espalier.comm.functions import MeetingFunction
 from espalier.comm.row_exchange import Spans, exchange
 from espalier.tensor.dry_autocast import autocast_dtype, without_autocast
 from espalier.tensor.random import Key
@@ -349,10 +350,7 @@ def ring(
         return _apply(q, k, v, bias, key, way)
 
 
-class _Ring(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _Ring(MeetingFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -28,6 +28,7 @@ import torch
 
 from espalier.comm import Work, collectives
 from espalier.comm.custom_ops import recording
+from espalier.comm.functions import MeetingFunction
 from espalier.layout import chunk_bounds
 from espalier.layout.layout import AxisState, R
 from espalier.mesh import Mesh
@@ -98,10 +99,7 @@ def multiply(form: str, a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.T
     return product
 
 
-class _SummaProduct(torch.autograd.Function):
-    espalier = True
-    meets = True  # others, backward
-
+class _SummaProduct(MeetingFunction):
     @staticmethod
     def forward(ctx: Any, form: str, a: torch.Tensor, b: torch.Tensor, grid: Grid) -> torch.Tensor:
         ctx.set_materialize_grads(False)

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.comm.control import gather_objects
@@ -22,7 +21,7 @@ from espalier.compat.colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from espalier.compat.colossalai.interface import Boosted, show
 from espalier.compat.common import counts_one
 from espalier.engine import Engine
-from espalier.mesh.process import running_size
+from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 from espalier.texts import refuse
 from espalier.trees import tensors_in
@@ -223,7 +222,7 @@ class Booster:
         """
         self._check_boosted(optimizer)
         state = optimizer.state_dict()
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if running_rank() == 0:
             path = Path(checkpoint)
             if shard:
                 path = path / f"{prefix + '.' if prefix else ''}{_STATES}"
@@ -297,7 +296,7 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Write its state, on rank 0."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if running_rank() == 0:
             torch.save(lr_scheduler.state_dict(), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from espalier.compat.absent import or_absent
+from espalier.compat.absent import one_by_one, or_absent
 from espalier.compat.colossalai.config import offload_of, scale_of
 from espalier.compat.colossalai.interface import Boosted
 from espalier.compat.colossalai.pipeline import PipelineStageManager
 from espalier.compat.colossalai.utils import sampler_of, share_of
 from espalier.compat.common import Axes
 from espalier.mesh import Mesh
-from espalier.mesh.process import running_size
+from espalier.mesh.process import running_rank, running_size
 from espalier.parallel import Plan
 from espalier.texts import Mistake, MistakeError, unknown_key
 
@@ -102,9 +101,6 @@ class Plugin:
     def _axes(self, *names: str) -> Axes:
         return Axes.among(Mesh.from_env(self.plan(running_size()).axes), names)
 
-    def _that_share_the_batch(self) -> Axes:
-        return self._axes(*self.plan(running_size()).batch_axes)
-
     @property
     def precision(self) -> str:
         """As it was asked for."""
@@ -138,7 +134,7 @@ class Plugin:
     @property
     def dp_group(self) -> Any:
         """The ranks that share the batch: all of them must ask."""
-        return self._that_share_the_batch().group()
+        return self._axes(*self.plan(running_size()).batch_axes).group()
 
     @property
     def mixed_dp_group(self) -> Any:
@@ -207,13 +203,8 @@ class Plugin:
             return {}
         precision: dict[str, Any] = {"compute": _PRECISIONS[named]}
         if named == "fp16":
-            scale = {
-                "initial_scale": self._first_scale,
-                "min_scale": 1.0,
-                "growth_interval": 1000,
-                "hysteresis": 2,
-            }
-            precision["loss_scale"] = scale_of({**scale, **self.options})
+            usual = {"initial_scale": self._first_scale, "min_scale": 1.0, "growth_interval": 1000}
+            precision["loss_scale"] = scale_of({**usual, "hysteresis": 2, **self.options})
         dtype = self.options.get("communication_dtype")
         if dtype is not None and _DTYPES.get(dtype) != precision["compute"]:
             precision["reduce"] = _DTYPES.get(dtype)
@@ -235,7 +226,7 @@ class Plugin:
         **options: Any,
     ) -> DataLoader[Any]:
         """A loader of this rank's rows, ``batch_size`` of them."""
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        ranks, rank = running_size(), running_rank()
         share, here = share_of(self.plan(ranks), rank)
         if distributed_sampler_cls is not None:
             sampler = distributed_sampler_cls(dataset, num_replicas=share, rank=here, shuffle=shuffle)
@@ -263,6 +254,8 @@ _ELSEWHERE = {
 }
 _ALWAYS = "always so"
 _CHOSEN = "there is no such choice here"
+_MEASURED = "the first steps are measured"
+_OF_BLOCKS = "chunks follow the model's blocks"
 _LIKE_DDP = {
     "broadcast_buffers": "buffers are the same on all ranks by how they are made",
     "find_unused_parameters": "parameters without a gradient are not waited for",
@@ -272,7 +265,12 @@ _LIKE_DDP = {
 }
 _AS_THEY_ARE = (False, "gradients travel in the dtype of communication_dtype")
 _FP8 = {"fp8_communication": _AS_THEY_ARE, "use_fp8": _AS_THEY_ARE}
-_SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+_OF_ZERO = {
+    "master_weights": (True, "masters are float32, or the update is another"),
+    "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
+    **_FP8,
+}
+SCALES = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
 
 
 class TorchDDPPlugin(Plugin):
@@ -329,13 +327,8 @@ class LowLevelZeroPlugin(Plugin):
     _first = ("stage", "precision")
     _otherwise = "fp16"
     _known = (
-        "stage",
-        "precision",
-        *_SCALES,
-        "max_norm",
-        "reduce_bucket_size_in_m",
-        "communication_dtype",
-        "cpu_offload",
+        *SCALES,
+        *"stage precision max_norm reduce_bucket_size_in_m communication_dtype cpu_offload".split(),
         "extra_dp_size",
     )
     _first_scale = 2.0**32
@@ -346,11 +339,7 @@ class LowLevelZeroPlugin(Plugin):
         "verbose": _CHOSEN,
         "cast_inputs": _ALWAYS,
     }
-    _refused: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "master_weights": (True, "masters are float32, or the update is another"),
-        "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
-        **_FP8,
-    }
+    _refused = _OF_ZERO
 
     def _plan(self) -> dict[str, Any]:
         precision = self._precision()
@@ -372,47 +361,27 @@ class GeminiPlugin(Plugin):
 
     _otherwise = "fp16"
     _known = (
-        "placement_policy",
-        "offload_optim_frac",
-        "offload_param_frac",
-        "shard_param_frac",
-        "precision",
-        *_SCALES,
-        "max_norm",
-        "tp_size",
-        "extra_dp_size",
-        "enable_gradient_accumulation",
+        *SCALES,
+        *"placement_policy offload_optim_frac offload_param_frac shard_param_frac precision max_norm tp_size "
+        "extra_dp_size enable_gradient_accumulation".split(),
     )
-    _without: ClassVar[Mapping[str, str]] = {
-        "device": "the device is the mesh's",
-        "chunk_config_dict": "chunks follow the model's blocks",
-        "chunk_init_device": _CHOSEN,
-        "max_prefetch": "Plan(prefetch_megabytes=) says it in bytes",
-        "warmup_non_model_data_ratio": "the first steps are measured",
-        "steady_cuda_cap_ratio": "the first steps are measured",
-        "gpu_margin_mem_ratio": "the first steps are measured",
-        "pin_memory": _ALWAYS,
-        "force_outputs_fp32": "outputs have the dtype that the model gives them",
-        "strict_ddp_mode": _CHOSEN,
-        "search_range_m": "chunks follow the model's blocks",
-        "hidden_dim": "chunks follow the model's blocks",
-        "min_chunk_size_m": "chunks follow the model's blocks",
-        "memstats": _CHOSEN,
-        "max_scale": "the scale falls again where it grows too far",
-        "enable_all_optimization": "models stay as they are",
-        "enable_fused_normalization": "models stay as they are",
-        "enable_flash_attention": "torch chooses the kernel",
-        "enable_sequence_parallelism": "say it by HybridParallelPlugin",
-        "enable_jit_fused": "espalier.compile(module) compiles",
-        "enable_sequence_overlap": _ALWAYS,
-        "enable_async_reduce": _ALWAYS,
-        "verbose": _CHOSEN,
-    }
-    _refused: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "master_weights": (True, "masters are float32, or the update is another"),
-        "norm_type": (2.0, "gradients are clipped by the 2-norm: torch.nn.utils.clip_grad_norm_ has others"),
-        **_FP8,
-    }
+    _without: ClassVar[Mapping[str, str]] = one_by_one(
+        {
+            "device": "the device is the mesh's",
+            "chunk_config_dict search_range_m hidden_dim min_chunk_size_m": _OF_BLOCKS,
+            "chunk_init_device strict_ddp_mode memstats verbose": _CHOSEN,
+            "max_prefetch": "Plan(prefetch_megabytes=) says it in bytes",
+            "warmup_non_model_data_ratio steady_cuda_cap_ratio gpu_margin_mem_ratio": _MEASURED,
+            "pin_memory enable_sequence_overlap enable_async_reduce": _ALWAYS,
+            "force_outputs_fp32": "outputs have the dtype that the model gives them",
+            "max_scale": "the scale falls again where it grows too far",
+            "enable_all_optimization enable_fused_normalization": "models stay as they are",
+            "enable_flash_attention": "torch chooses the kernel",
+            "enable_sequence_parallelism": "say it by HybridParallelPlugin",
+            "enable_jit_fused": "espalier.compile(module) compiles",
+        }
+    )
+    _refused = _OF_ZERO
 
     def _plan(self) -> dict[str, Any]:
         get = self.options.get
@@ -442,24 +411,10 @@ class HybridParallelPlugin(Plugin):
     _first: tuple[str, ...] = ("tp_size", "pp_size", "sp_size", "precision", "zero_stage")
     _otherwise = "fp16"
     _known: tuple[str, ...] = (
-        "tp_size",
-        "pp_size",
-        "sp_size",
-        "precision",
-        "zero_stage",
-        "enable_sequence_parallelism",
-        "sequence_parallelism_mode",
-        "num_microbatches",
-        "microbatch_size",
-        *_SCALES,
-        "max_norm",
-        "ddp_bucket_cap_mb",
-        "zero_bucket_size_in_m",
-        "cpu_offload",
-        "communication_dtype",
-        "pp_style",
-        "num_model_chunks",
-        "gradient_checkpoint_config",
+        *SCALES,
+        *"tp_size pp_size sp_size precision zero_stage enable_sequence_parallelism sequence_parallelism_mode "
+        "num_microbatches microbatch_size max_norm ddp_bucket_cap_mb zero_bucket_size_in_m cpu_offload "
+        "communication_dtype pp_style num_model_chunks gradient_checkpoint_config".split(),
     )
     _without: ClassVar[Mapping[str, str]] = {
         **_LIKE_DDP,
@@ -484,7 +439,7 @@ class HybridParallelPlugin(Plugin):
     _refused = _FP8
 
     def _plan(self) -> dict[str, Any]:
-        get, plan_fields = self.options.get, {}
+        get = self.options.get
         for key in ("tp_size", "pp_size"):
             if key not in self.options:
                 self._mistakes.append(Mistake(key, None, "is needed"))
@@ -493,7 +448,7 @@ class HybridParallelPlugin(Plugin):
         wide = 2 if precision.get("compute") != "float32" else 4
         stage = get("zero_stage", 0)
         bucket = get("zero_bucket_size_in_m", 12) * _MEGA * wide / 1e6
-        plan_fields = {
+        plan_fields: dict[str, Any] = {
             "tensor": get("tp_size"),
             "pipe": get("pp_size"),
             "zero": stage,
@@ -507,9 +462,7 @@ class HybridParallelPlugin(Plugin):
                 self._mistakes.append(Mistake("num_microbatches", None, told))
             plan_fields["accumulate"] = get("num_microbatches") or get("pp_size")
             style, several = get("pp_style", "1f1b"), get("num_model_chunks", 1)
-            plan_fields["schedule"] = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}.get(
-                style, style
-            )
+            plan_fields["schedule"] = style
             if style in ("interleaved", "zbv"):
                 plan_fields["stages_per_rank"] = several if several > 1 else 2
         plan_fields |= self._sequence()

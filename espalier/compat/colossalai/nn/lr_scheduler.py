@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -208,47 +208,29 @@ class OneCycleLR(_schedules.OneCycleLR):
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_steps: int, *args: Any, **options: Any
     ) -> None:
-        names = (
-            "pct_start",
-            "anneal_strategy",
-            "cycle_momentum",
-            "base_momentum",
-            "max_momentum",
-            "div_factor",
-            "final_div_factor",
-            "last_epoch",
+        names = tuple(
+            "pct_start anneal_strategy cycle_momentum base_momentum max_momentum div_factor "
+            "final_div_factor last_epoch".split()
         )
         options = {**dict(zip(names, args, strict=False)), **options}
         super().__init__(optimizer, [x["lr"] for x in optimizer.param_groups], total_steps, **options)
 
 
-Factor = Callable[[int], float]
-
-
-class LambdaLR(_schedules.LambdaLR):
+class _Counted(_schedules.LRScheduler):
     """Torch's; ``total_steps`` is not needed."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        lr_lambda: Factor | list[Factor],
-        last_epoch: int = -1,
+        self, optimizer: torch.optim.Optimizer, total_steps: int, *args: Any, **options: Any
     ) -> None:
-        super().__init__(optimizer, lr_lambda, last_epoch)
+        super().__init__(optimizer, *args, **options)
 
 
-class MultiplicativeLR(_schedules.MultiplicativeLR):
+class LambdaLR(_Counted, _schedules.LambdaLR):
     """Torch's; ``total_steps`` is not needed."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        lr_lambda: Factor | list[Factor],
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, lr_lambda, last_epoch)
+
+class MultiplicativeLR(_Counted, _schedules.MultiplicativeLR):
+    """Torch's; ``total_steps`` is not needed."""
 
 
 class StepLR(_schedules.StepLR):

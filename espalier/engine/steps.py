@@ -1,0 +1,81 @@
+"""``optimizer.step()`` is the engine's."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from espalier.meanwhile import having
+from espalier.parallel.apart import calls_within, is_torchs
+
+_NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
+
+
+class Steps(Protocol):
+    """Makes the steps of an optimizer."""
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it makes one."""
+
+    def step_in_loop(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Make one that the program has asked the optimizer for; False: there is nothing that it would do."""
+
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Let an optimizer make one of its own, which calls a closure within."""
+
+
+def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
+    """Let ``optimizer.step()`` be the engine's step; as a scheduler's wrapper it holds neither."""
+    held_by, made_by = weakref.ref(optimizer), weakref.ref(engine)
+    around = getattr(optimizer.step, "__func__", optimizer.step)
+    is_method = around is not optimizer.step
+
+    @functools.wraps(around)
+    def method(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
+        if engine is None or self is not held_by() or engine.is_stepping:
+            return own(*args, **options)
+        closure, out = args[0] if args else options.get("closure"), None
+        inner = own
+        if closure is not None:
+            within = _calls_within(self)
+            if within:
+                return engine.step_by_closure(self, partial(own, *args, **options))
+            with torch.enable_grad():
+                out = closure()
+            if within is not None and not is_torchs(self):
+                inner = partial(own, lambda: out)  # that asks what the loss is
+        # within, the optimizer's own step, without what others have put around it: that runs now
+        with having(self, step=inner):
+            if not engine.step_in_loop(self):
+                made = inner()
+                out = made if closure is None else out
+        return out
+
+    @functools.wraps(around)
+    def step(*args: Any, **options: Any) -> Any:
+        return method(held_by(), *args, **options)  # type: ignore[arg-type]
+
+    step.__func__, step.engine = method, made_by  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
+    if _NOTE not in vars(optimizer):
+        vars(optimizer)[_NOTE] = calls_within(optimizer)
+    found: bool | None = vars(optimizer)[_NOTE]
+    return found
+
+
+def model_of_steps(optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """The model whose engine makes the steps of an optimizer, as :func:`bind` says."""
+    made_by = getattr(optimizer.step, "engine", None)
+    engine = None if made_by is None else made_by()
+    return None if engine is None else engine.module
