@@ -192,8 +192,11 @@ class Observers:
         """Call a hook, if it is there yet."""
         hook = self._hooks[of] if isinstance(of, int) else of
         module = self.module.get_submodule(hook.module)
-        if vars(module)[hook.table].get(hook.key) is hook:
-            hook.hook(module, *args)
+        if vars(module)[hook.table].get(hook.key) is hook and hook.hook(module, *args) is not None:
+            raise TypeError(
+                f"A hook on {hook.module or 'the model'!r} was taken for one that only looks, by what it ends "
+                "with, and has given something back. Let it end with return x where x is to be in its place."
+            )
 
     def met(self, hook: Observed, args: Sequence[Any]) -> Any:
         """In the place of a hook, where its module is."""
