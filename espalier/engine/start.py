@@ -88,7 +88,10 @@ def initialize(
     if mesh is None:
         _stay_on_device(model)
     whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
-    on = with_axes(whole_mesh, plan.axes)
+    lacks_tensor = plan.tensor_axes == {"tensor": 1} and "tensor" not in whole_mesh.names
+    on = with_axes(
+        whole_mesh, {name: n for name, n in plan.axes.items() if name != "tensor" or not lacks_tensor}
+    )
     if on is None:
         raise ValueError(
             f"The mesh is {whole_mesh!r} but the plan asks for {plan}. Build the mesh from plan.axes, "

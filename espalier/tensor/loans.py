@@ -68,6 +68,10 @@ class StandIn(ABC):
     def stand_in(self, func: Call | None) -> DTensor:
         """What a call of ``func`` is to compute with in its place: no loan."""
 
+    def part(self) -> DTensor | None:
+        """This rank's part, through which gradients flow, without a message; None: by the stand-in."""
+        return None
+
     def takes(self, func: Call) -> bool:
         """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
         return False
@@ -200,6 +204,12 @@ def await_values(tensors: Iterable[torch.Tensor]) -> None:
         source = x.__dict__.get("_source")
         if isinstance(source, StandIn):
             source.arrive()
+
+
+def part_of(x: DTensor) -> DTensor | None:
+    """This rank's part of a tensor that is elsewhere, without a message, if there is a way."""
+    source = x.__dict__.get("_source")
+    return source.part() if isinstance(source, StandIn) and x._layout.own is not x._layout else None
 
 
 def lend(out: Any, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

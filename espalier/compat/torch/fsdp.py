@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -42,17 +44,27 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+from espalier.blocks import parameters_in
+from espalier.comm.control import gather_objects
 from espalier.compat.absent import or_absent
-from espalier.compat.common import LateModule, precision_of, world_size
+from espalier.compat.common import LateModule, plan_for_world, precision_of, world_size
+from espalier.compat.torch.cut_parameters import cut_all, cut_when_asked, is_cut, left_plain, made_whole
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook
 from espalier.engine import Engine
+from espalier.engine.beside import held_by
 from espalier.engine.module import optimizer_of
 from espalier.engine.states import whole_states
 from espalier.engine.surface import bound
-from espalier.layout import Shard
+from espalier.layout import Layout, Replicate, Shard
+from espalier.mesh import Mesh
+from espalier.mesh.mesh import as_mesh
 from espalier.mesh.process import running_rank
+from espalier.parallel import Plan
+from espalier.parallel.data.chunks import cut_dim
+from espalier.tensor import DTensor, plain
+from espalier.tensor.observers import user_frame
 from espalier.texts import refuse
-from espalier.torch_private import current_graph_task_id
+from espalier.torch_private import as_written, current_graph_task_id, raw, version_of
 from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {
@@ -163,7 +175,7 @@ class FullyShardedDataParallel(LateModule):
         said = sharding_of(strategy, cpu_offload, device_mesh)
         if mixed_precision is not None:
             said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
-        super().__init__(_unwrapped(module), "own", said, plan)
+        super().__init__(_unwrapped(module), "own", said, plan, _mesh_of)
         self.mistakes += of_group(process_group)
         self._kind = _Kind()
 
@@ -385,8 +397,40 @@ class FSDPModule:
         """Through the engine; within it, the module's own."""
         of = self._fully
         if of.is_inside or current_graph_task_id() != -1:  # a backward pass calls what it computes once more
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return of.called(self, args, kwargs)
+            part, of.part = of.part, None
+            call = super().__call__ if part is None else part  # type: ignore[misc]
+            return call(*args, **kwargs)
+        return _through_engine(self, args, kwargs)
+
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+        """The module's own, of DTensors: of the float32 masters of parameters that have some."""
+        of = self._fully
+        of.cut(self)
+        made = of.made()
+        if keep_vars or made is None or not made.engine(self).masters():
+            return super().state_dict(*args, keep_vars=keep_vars, **kwargs)  # type: ignore[misc]
+        states = super().state_dict(*args, keep_vars=True, **kwargs)  # type: ignore[misc]
+        made.hand_out_masters(states)
+        return states
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Into the masters, too, of all in it: what is copied into parameters is rounded."""
+        made = self._fully.made()
+        if made is not None:
+            local_metadata["assign_to_params_buffers"] = False  # parameters are the engine's
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)  # type: ignore[misc]
+        if made is not None and (engine := made.engine(self)).masters():
+            named = nn.Module.named_parameters(cast("nn.Module", self))
+            given = {p: state_dict.get(f"{prefix}{name}") for name, p in named}
+            engine.set_parameters({p: x for p, x in given.items() if x is not None and x.shape == p.shape})
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        """``to_empty`` and its like, which may put other parameters in the place of those that are there."""
+        out = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._fully.mark(self)
+        return out
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes sum gradients over the ranks, or leave it to the next that does."""
@@ -473,18 +517,117 @@ class _Fully:
 
     Attributes:
         divisor: of the sum of the ranks' gradients; None: their number.
+        part: of the module, what is called in its place by the next call.
+        outer: the module around it that ``fully_shard`` was called on last, weakly, or one that holds several
+            parts of one optimizer.
     """
 
     divisor: float | None = None
+    part: Any = None
+    outer: Callable[[], Any] | None = None
 
-    def __init__(self, said: dict[str, Any], plan: Said, output: torch.dtype | None) -> None:
+    def __init__(self, said: dict[str, Any], plan: Said, output: torch.dtype | None, mesh: Any) -> None:
         self.is_inside, self.syncs, self._output = False, True, output
-        self.said, self._plan = said, plan
+        self.said, self._plan, self._mesh = said, plan, mesh
         self._made: LateModule | None = None
+        self._given: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def mark(self, module: nn.Module) -> None:
+        """Let parameters that are plain be cut when they are asked how, until the model is laid out."""
+        if self._made is not None:
+            return
+        for p in parameters_in(module):
+            p._fully_sharded = weakref.ref(module)  # type: ignore[attr-defined]
+        if self._plan is None:
+            cut_when_asked(module, self._early_layout)
+
+    def cut(self, module: nn.Module) -> None:
+        """Let all parameters be cut."""
+        if self._made is None:
+            cut_all(module)
+
+    def made(self) -> _Fully | None:
+        """What has the engine that trains the module, if it is there."""
+        of: _Fully | None = self
+        while of is not None and of._made is None:
+            whole = None if of.outer is None else of.outer()
+            of = None if whole is None else whole._fully
+        return of
+
+    def hand_out_masters(self, states: dict[str, Any]) -> None:
+        """Put masters in the place of their parameters, and see later whether a program writes to them.
+
+        Where parameters are whole between steps, they are copies: the ranks would have to tell each other
+        what is written to them. So they are where masters are off the device.
+        """
+        assert self._made is not None
+        engine = self._made.engine
+        self._take_in(engine)
+        masters, shares = engine.held_masters(), _shares_masters(engine)
+        for name, x in states.items():
+            if not isinstance(x, torch.Tensor):
+                continue
+            master = masters.get(id(x))
+            states[name] = x.detach() if master is None else master if shares else master.clone()
+            if master is not None:
+                with raw():
+                    mark = plain(states[name].detach())  # which counts what is written, and holds no memory
+                    mark.data = mark.new_empty(0)
+                self._given[name] = mark, version_of(mark)
+
+    def _take_in(self, engine: Engine) -> None:
+        """What was written to masters that a state dict gave."""
+        given, self._given = self._given, {}
+        written = [name for name, (x, version) in given.items() if version_of(x) != version]
+        if written and _shares_masters(engine):
+            engine.take_masters()
+        elif written:
+            warnings.warn(
+                f"What model.state_dict() gave was written to ({', '.join(written[:3])}), and these are "
+                "copies of float32 masters: the parameters are as they were. Give it back, on all ranks: "
+                "model.load_state_dict(state).",
+                stacklevel=user_frame()[0],
+            )
+
+    def outermost(self, module: Any) -> Any:
+        """The module whose engine makes the calls of this one."""
+        found, outer = module, self.outer
+        while (
+            outer is not None and (whole := outer()) is not None and any(m is module for m in whole.modules())
+        ):
+            found, outer = whole, whole._fully.outer
+        if found is not module or self._made is not None:
+            return found
+        return _with_others(module) or module
+
+    def _early_layout(self, p: torch.Tensor) -> Layout:
+        """How torch cuts a parameter, but that a dim that comes out even goes before the first."""
+        mesh = _mesh_of(plan_for_world(self.said)) if self._mesh is None else as_mesh(self._mesh)
+        dim = cut_dim(p.shape, mesh.shape[-1])
+        cut = Replicate() if dim is None else Shard(dim)
+        return Layout(mesh, [*[Replicate()] * (mesh.ndim - 1), cut], tuple(p.shape))
+
+    def _settle_early(self, module: nn.Module) -> None:
+        """Have all ranks go on with parameters that are cut, if a program has asked of some on any rank."""
+        mesh = _mesh_of(plan_for_world(self.said, self._plan))
+        is_early = is_cut(module)
+        if mesh.size() > 1:
+            is_early = any(gather_objects(is_early, mesh))
+        if not is_early:
+            left_plain(module)
+            return
+        cut_all(module)
+        here = mesh if self._mesh is None else as_mesh(self._mesh)
+        for p in parameters_in(module):
+            if type(p) is DTensor and p.device_mesh in (mesh, here):
+                p._is_cut_early = True  # type: ignore[attr-defined]
 
     def engine(self, module: Any) -> Engine:
         if self._made is None:
-            self._made = LateModule(module, "own", self.said, self._plan)
+            self._settle_early(module)
+            for p in parameters_in(module):
+                vars(p).pop("_fully_sharded", None)
+            self._made = LateModule(module, "own", self.said, self._plan, _mesh_of)
             self._inside(module, True)
             try:
                 # as those of the module itself, which is the model
@@ -493,9 +636,11 @@ class _Fully:
                 self._inside(module, False)
         return self._made.engine
 
-    def called(self, module: Any, args: Any, kwargs: Any, method: Any = None) -> Any:
-        """What the module gives, or one of its methods, through the engine."""
+    def called(self, module: Any, args: Any, kwargs: Any, method: Any = None, part: Any = None) -> Any:
+        """What the module gives, or one of its methods, or a part of it, through the engine."""
         engine = self.engine(module)
+        if self._given:
+            self._take_in(engine)
         factor = self._factor(module, engine)
         lacks = torch.is_grad_enabled() and engine.optimizer is None
         if lacks and (optimizer := optimizer_of(module)) is not None:
@@ -505,13 +650,20 @@ class _Fully:
         try:
             if method is not None:
                 module.forward = method
-            outputs = engine.outputs(bound(module, args, kwargs), "own")
+            if part is not None and part is not module:
+                self.part = part
+                inputs = bound(part, args, kwargs)
+            else:
+                inputs = bound(module, args, kwargs)
+            outputs = engine.outputs(inputs, "own")
         finally:
+            self.part = None
             module.__dict__.pop("forward", None)
             self._inside(module, False)
         if factor != 1:
             tree_map(partial(_scale_gradient, factor), outputs)
-        return outputs if self._output is None else tree_map(self._cast, outputs)
+        own = self if part is None else part._fully
+        return outputs if own._output is None else tree_map(own._cast, outputs)
 
     def _factor(self, module: Any, engine: Engine) -> float:
         """Of gradients, for what they are divided by.
@@ -535,6 +687,40 @@ class _Fully:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part._fully.is_inside = is_inside
+
+
+class _Parts(nn.ModuleList):
+    """Sharded modules that the loop calls one by one, and one optimizer trains: an engine needs them all."""
+
+
+def _with_others(module: Any) -> Any:
+    """A module that has all that are trained with this one; None if there are no others."""
+    optimizer = optimizer_of(module)
+    trained = [] if optimizer is None else held_by(optimizer)
+    known: dict[int, Any] = {}
+    for p in (*parameters_in(module), *trained):
+        of = vars(p).get("_fully_sharded")
+        if of is not None and (found := of()) is not None:
+            known[id(found)] = found
+    if len(known) < 2:
+        return None
+    whole: Any = fully_shard(_Parts(known.values()))
+    whole._fully.said = module._fully.said
+    for part in known.values():
+        part._fully.outer = lambda: whole  # who has a part has all
+    return whole
+
+
+@as_written
+def _through_engine(module: Any, args: Any, kwargs: Any) -> Any:
+    """A call of a module that the loop makes; what torch compiles does not look into it."""
+    whole = module._fully.outermost(module)
+    return whole._fully.called(whole, args, kwargs, part=module)
+
+
+def _shares_masters(engine: Engine) -> bool:
+    """Whether a program may write to the masters: each rank takes in by itself what was written to its."""
+    return engine.plan.zero == 3 and not engine.plan.offload.away
 
 
 def _scale_gradient(factor: float, x: Any) -> Any:
@@ -563,6 +749,7 @@ def released(module: nn.Module) -> dict[str, Any]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             said = said or part._fully.said
+            made_whole(part)
             del part._fully
             part.__class__ = type(part).__bases__[1]
     return said
@@ -575,6 +762,11 @@ def _misplaced(modules: Any, place: Callable[[nn.Parameter], Any]) -> list[tuple
     odd = next((x for x in placements if x is not None and not isinstance(x, Shard)), None)
     expected = "all parameters lie on one mesh, as plan = {...} says: expected None or Shard(dim) of each"
     return [] if odd is None else [("shard_placement_fn", type(odd).__name__, expected)]
+
+
+def _mesh_of(plan: Plan) -> Mesh:
+    """The mesh of a plan, without ``tensor`` if that has one rank: as torch's scripts have it."""
+    return Mesh.from_env({name: n for name, n in plan.axes.items() if name != "tensor" or n > 1})
 
 
 def _is_odd(ranks: bool | int | None) -> bool:
@@ -631,7 +823,11 @@ def fully_shard(
     for one in module if isinstance(module, list | tuple) else [module]:
         kind = type(one)
         one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-        one._fully = _Fully(said, plan, mp_policy.output_dtype)
+        one._fully = _Fully(said, plan, mp_policy.output_dtype, mesh)
+        one._fully.mark(one)
+        for part in one.modules():
+            if part is not one and isinstance(part, FSDPModule):
+                part._fully.outer = weakref.ref(one)
     return module
 
 

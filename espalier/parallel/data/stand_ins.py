@@ -87,14 +87,31 @@ class ShardedStandIn(StandIn):
                         "than the one that owns it. Let that module hold the parameter too, or leave "
                         "parameters on the device: plan.offload."
                     )
-                if not self._is_hooked:
-                    # a gradient may come when the owner is done, and the parameter is cut again
-                    self_ref, self._is_hooked = weakref.ref(self), True
-                    p.register_hook(lambda grad: _come(self_ref))
-                known = self._know_whole()
+                known = self._expect_gradient()
                 self._copy = mark, stamp(_Whole.apply(p, m, whole), m.full)
                 del known
             return self._copy[1]
+
+    def part(self) -> DTensor | None:
+        """The piece: one rank may ask alone."""
+        p, m = self.member.p, self.member
+        if not torch.is_grad_enabled() or not p.requires_grad:
+            return None
+        with raw():
+            piece = self._owner.hidden(m)
+            alias = stamp(p.data if piece is None else piece, m.shard)
+            hand_out(p, alias)
+            known = self._expect_gradient()
+            part = stamp(_Piece.apply(p, m, plain(alias)), m.shard)
+            del known
+        return part
+
+    def _expect_gradient(self) -> Any:
+        """Let autograd take gradients of the whole, which may come when the owner is done with it."""
+        if not self._is_hooked:  # the parameter is cut again then
+            self_ref, self._is_hooked = weakref.ref(self), True
+            self.member.p.register_hook(lambda grad: _come(self_ref))
+        return self._know_whole()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -151,6 +168,26 @@ class _Whole(OwnFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         return grad, None, None
+
+
+class _Piece(torch.autograd.Function):
+    """This rank's piece of a parameter; its gradient is an addend to the whole one, zero beside the piece."""
+
+    espalier = True
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, member: ShardedParam, piece: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.member = member
+        return piece.view_as(piece)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        whole = grad.new_zeros(ctx.member.full.local_shape)
+        ctx.member.piece(whole).copy_(grad)
+        return whole, None, None
 
 
 def refuse_recorded() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from espalier.blocks import named_parameters_in
 from espalier.layout import Layout, gradient_layout
@@ -441,6 +442,25 @@ class ZeroState:
                 looks = [(c, x._replace(tensors=[t.to(c.device) for t in x.tensors])) for c, x in looks]
         with shown(looks):
             yield
+
+    def held_masters(self) -> dict[int, torch.Tensor]:
+        """The masters by the ``id`` of their parameters, lying as the stage says of states."""
+        self._settle()
+        masters.remember(self._mastered)
+        with raw(), torch.no_grad():
+            return {
+                id(m.p): stamp(master.detach(), m.updated)
+                for chunk in self._mastered
+                for m, master in zip(chunk.members, chunk.masters, strict=True)
+            }
+
+    def take_masters(self) -> None:
+        """Let parameters be what their masters are, whatever was written to them."""
+        if self.prefetcher is not None:
+            self.prefetcher.begin()
+        with raw():
+            increment_version([m.p for chunk in self._mastered for m in chunk.members])
+        self._exchange()
 
     @contextmanager
     def updating(self, *, keep: bool = False, exchange: bool = True, turns: bool = False) -> Iterator[None]:
