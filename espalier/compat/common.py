@@ -222,6 +222,7 @@ class LateModule(EngineModule):
         mesh_of: the mesh on which a plan lays it; by default that of all its axes.
 
     Attributes:
+        layouts: of modules on the tensor axis, as for :func:`espalier.initialize`.
         mistakes: are told when it makes an engine of its own; as a part of another model it does not.
     """
 
@@ -235,6 +236,7 @@ class LateModule(EngineModule):
     ) -> None:
         nn.Module.__init__(self)
         self.rows, self.said, self.more, self._mesh_of = rows, dict(said), more, mesh_of
+        self.layouts: Mapping[str, str] | None = None
         self.mistakes: list[tuple[str, Any, str]] = []
         self.module = module
         self.training = module.training
@@ -255,7 +257,7 @@ class LateModule(EngineModule):
                 self.said |= getattr(optimizer, "asks_for", {})
             plan = plan_for_world(self.said, self.more)
             mesh = self._mesh_of(plan) if world_size() > 1 else None
-            self._made = initialize(self.module, optimizer, plan, mesh=mesh)
+            self._made = initialize(self.module, optimizer, plan, mesh=mesh, layouts=self.layouts)
             self._made.gives_whole_states = True
         return self._made
 

@@ -919,7 +919,7 @@ class Engine(Surface):
         ranks, or a DTensor."""
         self.set_parameters({parameter: value})
 
-    def set_parameters(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def set_parameters(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """:meth:`set_parameter`, of several."""
         self.wait_staged()
         set_parameters(self._state, self._to_fill(), values)

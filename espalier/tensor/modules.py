@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ def lay_out_parameter(p: nn.Parameter, layout: Layout, *, source: int | Sequence
     """
     if isinstance(p, DTensor) and vars(p).pop("_is_cut_early", False):
         with torch.no_grad():
-            value = redistribute(p.detach(), layout.undeferred)
+            value = redistribute(cast("DTensor", p.detach()), layout.undeferred)
         with raw():
             _become(p, stamp(value.detach(), layout))
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import new_class
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def _names() -> dict[str, Any]:
 
 
 #: A DTensor to ``isinstance``, that is a plain parameter until it is asked as one.
-CutWhenAsked: Any = type(DTensor)("CutWhenAsked", (DTensor,), _names())
+CutWhenAsked: Any = new_class("CutWhenAsked", (DTensor,), exec_body=lambda names: names.update(_names()))
 
 
 def cut_when_asked(module: nn.Module, layout_of: _LayoutOf) -> None:

@@ -61,10 +61,11 @@ from espalier.mesh.mesh import as_mesh
 from espalier.mesh.process import running_rank
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
+from espalier.parallel.tensor.tables import unstyled
 from espalier.tensor import DTensor, plain
 from espalier.tensor.observers import user_frame
 from espalier.texts import refuse
-from espalier.torch_private import as_written, current_graph_task_id, raw, version_of
+from espalier.torch_private import as_written, current_graph_task_id, own_apply, own_load, raw, version_of
 from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {
@@ -420,7 +421,7 @@ class FSDPModule:
         made = self._fully.made()
         if made is not None:
             local_metadata["assign_to_params_buffers"] = False  # parameters are the engine's
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)  # type: ignore[misc]
+        own_load(FSDPModule, self)(state_dict, prefix, local_metadata, *args, **kwargs)
         if made is not None and (engine := made.engine(self)).masters():
             named = nn.Module.named_parameters(cast("nn.Module", self))
             given = {p: state_dict.get(f"{prefix}{name}") for name, p in named}
@@ -428,7 +429,7 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         """``to_empty`` and its like, which may put other parameters in the place of those that are there."""
-        out = super()._apply(fn, recurse)  # type: ignore[misc]
+        out = own_apply(FSDPModule, self)(fn, recurse)
         self._fully.mark(self)
         return out
 
@@ -532,7 +533,7 @@ class _Fully:
         self._made: LateModule | None = None
         self._given: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def mark(self, module: nn.Module) -> None:
+    def mark(self, module: Any) -> None:
         """Let parameters that are plain be cut when they are asked how, until the model is laid out."""
         if self._made is not None:
             return
@@ -541,7 +542,7 @@ class _Fully:
         if self._plan is None:
             cut_when_asked(module, self._early_layout)
 
-    def cut(self, module: nn.Module) -> None:
+    def cut(self, module: Any) -> None:
         """Let all parameters be cut."""
         if self._made is None:
             cut_all(module)
@@ -607,6 +608,27 @@ class _Fully:
         cut = Replicate() if dim is None else Shard(dim)
         return Layout(mesh, [*[Replicate()] * (mesh.ndim - 1), cut], tuple(p.shape))
 
+    def _tensor_axis(self, module: nn.Module) -> dict[str, str] | None:
+        """Let what ``parallelize_module`` has done be the plan's; the layouts that it said.
+
+        Raises:
+            MistakeError: the axis that it cut along is not the innermost.
+        """
+        meshes, layouts, cuts_sequences = unstyled(module)
+        if not meshes:
+            return None
+        along = meshes[0]
+        said = {"tensor": along.size(), "sequence_parallel": cuts_sequences and along.size() > 1}
+        self.said = {**self.said, **said}
+        inner = _mesh_of(plan_for_world(self.said, self._plan)).ranks
+        first = along.ranks[0] // along.size() * along.size()
+        if any(mesh.ranks != inner[first : first + along.size()] for mesh in meshes):
+            expected = (
+                "one axis, the mesh's last: init_device_mesh('cpu', (..., tp), mesh_dim_names=(..., 'tp'))"
+            )
+            refuse("fully_shard", [("parallelize_module", ", ".join(map(repr, meshes)), expected)])
+        return layouts
+
     def _settle_early(self, module: nn.Module) -> None:
         """Have all ranks go on with parameters that are cut, if a program has asked of some on any rank."""
         mesh = _mesh_of(plan_for_world(self.said, self._plan))
@@ -620,14 +642,16 @@ class _Fully:
         here = mesh if self._mesh is None else as_mesh(self._mesh)
         for p in parameters_in(module):
             if type(p) is DTensor and p.device_mesh in (mesh, here):
-                p._is_cut_early = True  # type: ignore[attr-defined]
+                p._is_cut_early = True
 
     def engine(self, module: Any) -> Engine:
         if self._made is None:
+            layouts = self._tensor_axis(module)
             self._settle_early(module)
             for p in parameters_in(module):
                 vars(p).pop("_fully_sharded", None)
             self._made = LateModule(module, "own", self.said, self._plan, _mesh_of)
+            self._made.layouts = layouts
             self._inside(module, True)
             try:
                 # as those of the module itself, which is the model
@@ -793,7 +817,8 @@ def fully_shard(
     """As ``torch.distributed.fsdp.fully_shard``: the module itself, its parameters cut over the ranks.
 
     What was said of the module that is called, the outermost, holds for all in it. It is laid out at its
-    first call, by when its optimizer was made.
+    first call, by when its optimizer was made. A parameter that is asked before how it lies is cut then, each
+    rank's piece of its own values. What ``parallelize_module`` has said of it becomes the plan's ``tensor``.
 
     Args:
         module: a module, or a list of them.
