@@ -925,17 +925,17 @@ class Engine(Surface):
         set_parameters(self._state, self._to_fill(), values)
 
     def held_masters(self) -> dict[int, torch.Tensor]:
-        """The float32 masters on this rank by the ``id`` of their parameters: DTensors over their memory.
+        """The float32 masters on this rank by the ``id`` of their parameters, as DTensors. Nothing is sent.
 
-        Call :meth:`take_masters` where somebody has written to one. Nothing is sent.
+        Where :attr:`shares_masters` a program may write to them; else they are copies.
         """
         self.wait_staged()
         return {} if self._data is None else self._data.held_masters()
 
-    def take_masters(self) -> None:
-        """Let parameters be what somebody has written to their masters (a collective below ``zero=3``)."""
-        if self._data is not None:
-            self._data.take_masters()
+    @property
+    def shares_masters(self) -> bool:
+        """Whether :meth:`held_masters` gives no copies: parameters are cut as their masters are."""
+        return self._data is not None and self._data.shares_masters
 
     def _take_state(self, load: Callable[[], Any]) -> Any:
         """Have the model take a state dict by its own ``load_state_dict``."""

@@ -122,6 +122,27 @@ class HandedOut:
         return bool(self.held)
 
 
+class Written:
+    """Sees whether a tensor is written to, without holding its memory."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._of = weakref.ref(x)
+        with raw(), torch.no_grad():
+            self._mark = plain(x.detach())  # which counts what is written to x
+            self._mark.data = self._mark.new_empty(0)
+        self._version = version_of(self._mark)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has it."""
+        return self._of() is not None
+
+    def is_new(self) -> bool:
+        """Whether it was written to since this was asked last."""
+        before, self._version = self._version, version_of(self._mark)
+        return self._version != before
+
+
 def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     """Note that somebody gets an alias of a tensor's data. What was moved of it may be out of date soon."""
     attributes = x.__dict__

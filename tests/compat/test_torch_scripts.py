@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.tensor as torch_tensor
+import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict
@@ -22,8 +23,8 @@ from torch.distributed.checkpoint import state_dict
 import espalier
 from espalier.compat.torch import fsdp
 
-TORCHS = SimpleNamespace(fsdp=torch_fsdp, tensor=torch_tensor)
-OURS = SimpleNamespace(fsdp=fsdp, tensor=espalier)
+TORCHS = SimpleNamespace(fsdp=torch_fsdp, tensor=torch_tensor, parallel=torch_parallel)
+OURS = SimpleNamespace(fsdp=fsdp, tensor=espalier, parallel=espalier)
 WHOLE = state_dict.StateDictOptions(full_state_dict=True)
 
 
@@ -287,7 +288,7 @@ def in_bfloat16(rank: int, world: int) -> None:
         with torch.no_grad():
             for p in written.values():
                 p.mul_(0.5)
-        if keeps:
+        if keeps and world > 1:
             with pytest.warns(UserWarning, match=r"model.state_dict\(\) gave was written to"):
                 other(x)
             continue
@@ -348,3 +349,38 @@ def test_copies_and_pieces(ranks: Any) -> None:
 
 def both_hybrid(rank: int, world: int) -> None:
     both(hybrid, rank, world)
+
+
+def on_two_axes(of: Any, rank: int, world: int) -> list[Any]:
+    """Layers cut by styles, and sharded along the other axis; rows are those of the first."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, shard, whole_ = plain(), of.tensor.Shard, of.tensor.Replicate()
+    of.parallel.parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "embed": of.parallel.RowwiseParallel(input_layouts=whole_, output_layouts=shard(1)),
+            "layers.*": of.parallel.PrepareModuleInput(
+                input_layouts=(shard(1),), desired_input_layouts=(shard(1),)
+            ),
+            "layers.*.norm": of.parallel.SequenceParallel(),
+            "layers.*.up": of.parallel.ColwiseParallel(input_layouts=shard(1)),
+            "layers.*.down": of.parallel.RowwiseParallel(output_layouts=shard(1), use_local_output=False),
+            "head": of.parallel.ColwiseParallel(input_layouts=shard(1), output_layouts=whole_),
+        },
+    )
+    return trained(sharded(of, model, mesh=mesh["dp"]), rank // 2)
+
+
+def both_on_two_axes(rank: int, world: int) -> None:
+    both(on_two_axes, rank, world)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model = plain()
+    espalier.parallelize_module(model, mesh["tp"], {"head": espalier.ColwiseParallel()})
+    sharded(OURS, model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"parallelize_module(.|\n)*expected one axis, the last"):
+        model(tokens(0, rank))
+
+
+def test_layers_cut_by_styles(ranks: Any) -> None:
+    ranks(4, both_on_two_axes)

@@ -62,10 +62,11 @@ from espalier.mesh.process import running_rank
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.parallel.tensor.tables import unstyled
-from espalier.tensor import DTensor, plain
+from espalier.tensor import DTensor
+from espalier.tensor.loans import Written
 from espalier.tensor.observers import user_frame
 from espalier.texts import refuse
-from espalier.torch_private import as_written, current_graph_task_id, own_apply, own_load, raw, version_of
+from espalier.torch_private import as_written, current_graph_task_id, own_apply, own_load
 from espalier.trees import tree_map
 
 _STAGES: Mapping[ShardingStrategy, int] = {
@@ -531,7 +532,7 @@ class _Fully:
         self.is_inside, self.syncs, self._output = False, True, output
         self.said, self._plan, self._mesh = said, plan, mesh
         self._made: LateModule | None = None
-        self._given: dict[str, tuple[torch.Tensor, int]] = {}
+        self._copies: dict[str, Written] = {}
 
     def mark(self, module: Any) -> None:
         """Let parameters that are plain be cut when they are asked how, until the model is laid out."""
@@ -559,30 +560,23 @@ class _Fully:
         """Put masters in the place of their parameters, and see later whether a program writes to them.
 
         Where parameters are whole between steps, they are copies: the ranks would have to tell each other
-        what is written to them. So they are where masters are off the device.
+        what is written to them. So they are where states are off the device.
         """
         assert self._made is not None
         engine = self._made.engine
-        self._take_in(engine)
-        masters, shares = engine.held_masters(), _shares_masters(engine)
+        self._tell_of_written()
+        masters = engine.held_masters()
         for name, x in states.items():
-            if not isinstance(x, torch.Tensor):
-                continue
-            master = masters.get(id(x))
-            states[name] = x.detach() if master is None else master if shares else master.clone()
-            if master is not None:
-                with raw():
-                    mark = plain(states[name].detach())  # which counts what is written, and holds no memory
-                    mark.data = mark.new_empty(0)
-                self._given[name] = mark, version_of(mark)
+            if isinstance(x, torch.Tensor):
+                master = masters.get(id(x))
+                states[name] = x.detach() if master is None else master
+                if master is not None and not engine.shares_masters:
+                    self._copies[name] = Written(master)
 
-    def _take_in(self, engine: Engine) -> None:
-        """What was written to masters that a state dict gave."""
-        given, self._given = self._given, {}
-        written = [name for name, (x, version) in given.items() if version_of(x) != version]
-        if written and _shares_masters(engine):
-            engine.take_masters()
-        elif written:
+    def _tell_of_written(self) -> None:
+        """Warn of what was written to copies of masters that a state dict gave."""
+        copies, self._copies = self._copies, {}
+        if written := [name for name, x in copies.items() if x.is_new()]:
             warnings.warn(
                 f"What model.state_dict() gave was written to ({', '.join(written[:3])}), and these are "
                 "copies of float32 masters: the parameters are as they were. Give it back, on all ranks: "
@@ -663,8 +657,8 @@ class _Fully:
     def called(self, module: Any, args: Any, kwargs: Any, method: Any = None, part: Any = None) -> Any:
         """What the module gives, or one of its methods, or a part of it, through the engine."""
         engine = self.engine(module)
-        if self._given:
-            self._take_in(engine)
+        if self._copies:
+            self._tell_of_written()
         factor = self._factor(module, engine)
         lacks = torch.is_grad_enabled() and engine.optimizer is None
         if lacks and (optimizer := optimizer_of(module)) is not None:
@@ -740,11 +734,6 @@ def _through_engine(module: Any, args: Any, kwargs: Any) -> Any:
     """A call of a module that the loop makes; what torch compiles does not look into it."""
     whole = module._fully.outermost(module)
     return whole._fully.called(whole, args, kwargs, part=module)
-
-
-def _shares_masters(engine: Engine) -> bool:
-    """Whether a program may write to the masters: each rank takes in by itself what was written to its."""
-    return engine.plan.zero == 3 and not engine.plan.offload.away
 
 
 def _scale_gradient(factor: float, x: Any) -> Any:

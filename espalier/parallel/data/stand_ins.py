@@ -87,7 +87,11 @@ class ShardedStandIn(StandIn):
                         "than the one that owns it. Let that module hold the parameter too, or leave "
                         "parameters on the device: plan.offload."
                     )
-                known = self._expect_gradient()
+                if not self._is_hooked:
+                    # a gradient may come when the owner is done, and the parameter is cut again
+                    self_ref, self._is_hooked = weakref.ref(self), True
+                    p.register_hook(lambda grad: _come(self_ref))
+                known = self._know_whole()
                 self._copy = mark, stamp(_Whole.apply(p, m, whole), m.full)
                 del known
             return self._copy[1]
@@ -101,17 +105,10 @@ class ShardedStandIn(StandIn):
             piece = self._owner.hidden(m)
             alias = stamp(p.data if piece is None else piece, m.shard)
             hand_out(p, alias)
-            known = self._expect_gradient()
-            part = stamp(_Piece.apply(p, m, plain(alias)), m.shard)
+            known = self._know_whole()
+            part = stamp(_Piece.apply(p, m, plain(alias), weakref.ref(self)), m.shard)
             del known
         return part
-
-    def _expect_gradient(self) -> Any:
-        """Let autograd take gradients of the whole, which may come when the owner is done with it."""
-        if not self._is_hooked:  # the parameter is cut again then
-            self_ref, self._is_hooked = weakref.ref(self), True
-            self.member.p.register_hook(lambda grad: _come(self_ref))
-        return self._know_whole()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -171,23 +168,34 @@ class _Whole(OwnFunction):
 
 
 class _Piece(torch.autograd.Function):
-    """This rank's piece of a parameter; its gradient is an addend to the whole one, zero beside the piece."""
+    """This rank's piece of a parameter; its gradient is an addend to the whole one, zero beside the piece.
+
+    The parameter is whole when a gradient comes: no hook of its own asks for that, which one rank might have
+    alone.
+    """
 
     espalier = True
 
     @staticmethod
-    def forward(ctx: Any, p: torch.Tensor, member: ShardedParam, piece: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        p: torch.Tensor,
+        member: ShardedParam,
+        piece: torch.Tensor,
+        stand_in: weakref.ref[ShardedStandIn],
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.member = member
+        ctx.member, ctx.stand_in = member, stand_in
         return piece.view_as(piece)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         whole = grad.new_zeros(ctx.member.full.local_shape)
         ctx.member.piece(whole).copy_(grad)
-        return whole, None, None
+        _come(ctx.stand_in)
+        return whole, None, None, None
 
 
 def refuse_recorded() -> None:
