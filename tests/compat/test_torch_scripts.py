@@ -238,6 +238,48 @@ def called_beside_the_model(of: Any, rank: int, world: int) -> list[Any]:
     return [*told, *map(whole, model.parameters())]
 
 
+def by_a_method(of: Any, rank: int, world: int) -> list[Any]:
+    """Of a part, beside calls of the model, which has a forward of its own put on it."""
+    model = plain()
+    own = model.forward
+    model.forward = lambda x: own(x) * 0.5
+    sharded(of, model)
+    part = model.layers[0]
+    part.scaled = lambda x: part.up(x) * 0.5
+    of.fsdp.register_fsdp_forward_method(part, "scaled")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    told = []
+    for step in range(2):
+        x = tokens(step, rank)
+        (loss := F.cross_entropy(model(x).flatten(0, 1), x.flatten())).backward()
+        h = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
+        (other := part.scaled(h).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [loss.detach(), other.detach()]
+    return [*told, *map(whole, model.parameters())]
+
+
+def in_micro_batches(of: Any, rank: int, world: int) -> list[Any]:
+    """Parts that the loop calls, whose gradients wait, and are divided by another number."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList(Block().double() for _ in range(2))
+    for part in parts:
+        of.fsdp.fully_shard(part)
+        part.set_gradient_divide_factor(3.0)
+    optimizer = torch.optim.SGD(parts.parameters(), 0.1)
+    for step in range(4):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
+        for part in parts:
+            part.set_requires_gradient_sync(step % 2 == 1)
+            x = part(x)
+        x.square().mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [whole(p) for p in parts.parameters()]
+
+
 def within_a_plain_model(of: Any, rank: int, world: int) -> list[Any]:
     model = plain()
     for layer in model.layers:
@@ -333,7 +375,9 @@ def hybrid(of: Any, rank: int, world: int) -> list[Any]:
 def scripts(rank: int, world: int) -> None:
     for program in (asked_before, ranks_that_differ, emptied, assigned, sent, called_apart):
         both(program, rank, world)
-    for program in (called_beside_the_model, within_a_plain_model, asked_on_one_rank, saved):
+    for program in (by_a_method, in_micro_batches, called_beside_the_model, within_a_plain_model):
+        both(program, rank, world)
+    for program in (asked_on_one_rank, saved):
         both(program, rank, world)
     drawn(rank, world)
     in_bfloat16(rank, world)

@@ -415,6 +415,12 @@ class FSDPModule:
         made.hand_out_masters(states)
         return states
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; with ``assign`` it may put others in the place of parameters."""
+        out = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._fully.mark(self)
+        return out
+
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -436,7 +442,9 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward passes sum gradients over the ranks, or leave it to the next that does."""
-        self._fully.syncs = requires_gradient_sync
+        for part in cast("nn.Module", self).modules() if recurse else (self,):
+            if isinstance(part, FSDPModule):
+                part._fully.syncs = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: gradients are summed as soon as they are there."""
@@ -663,24 +671,26 @@ class _Fully:
         lacks = torch.is_grad_enabled() and engine.optimizer is None
         if lacks and (optimizer := optimizer_of(module)) is not None:
             engine.attach(optimizer)
-        engine.passes.one_by_one("a call of a fully sharded module").is_syncing = self.syncs
+        part = module if part is None else part
+        engine.passes.one_by_one("a call of a fully sharded module").is_syncing = part._fully.syncs
+        if factor != 1:  # of the gradients of parameters, not of those that go on to what made the inputs
+            args, kwargs = tree_map(partial(_scaled_back, 1 / factor), (args, kwargs))
+        before = vars(part).get("forward")  # a program's own
         self._inside(module, True)
         try:
             if method is not None:
-                module.forward = method
-            if part is not None and part is not module:
-                self.part = part
-                inputs = bound(part, args, kwargs)
-            else:
-                inputs = bound(module, args, kwargs)
-            outputs = engine.outputs(inputs, "own")
+                part.forward = method
+            self.part = None if part is module else part
+            outputs = engine.outputs(bound(part, args, kwargs), "own")
         finally:
             self.part = None
-            module.__dict__.pop("forward", None)
+            if method is not None:
+                vars(part).pop("forward", None)
+                vars(part).update({} if before is None else {"forward": before})
             self._inside(module, False)
         if factor != 1:
             tree_map(partial(_scale_gradient, factor), outputs)
-        own = self if part is None else part._fully
+        own = part._fully
         return outputs if own._output is None else tree_map(own._cast, outputs)
 
     def _factor(self, module: Any, engine: Engine) -> float:
@@ -689,7 +699,8 @@ class _Fully:
         Raises:
             MistakeError: it is another in a part of the module.
         """
-        told = {part._fully.divisor for part in module.modules() if isinstance(part, FSDPModule)}
+        of = (x for x in module.modules() if isinstance(x, FSDPModule) and not isinstance(x, _Parts))
+        told = {part._fully.divisor for part in of}
         if len(told) > 1:
             given = ", ".join("the number of ranks" if x is None else str(x) for x in told)
             expected = "one for all modules: call it on each of them, or multiply a part's gradients by hand"
@@ -730,10 +741,16 @@ def _with_others(module: Any) -> Any:
 
 
 @as_written
-def _through_engine(module: Any, args: Any, kwargs: Any) -> Any:
-    """A call of a module that the loop makes; what torch compiles does not look into it."""
+def _through_engine(module: Any, args: Any, kwargs: Any, method: Any = None) -> Any:
+    """A call that the loop makes of a module, or of one of its methods; torch's compiler leaves it alone."""
     whole = module._fully.outermost(module)
-    return whole._fully.called(whole, args, kwargs, part=module)
+    return whole._fully.called(whole, args, kwargs, method, module)
+
+
+def _scaled_back(factor: float, x: Any) -> Any:
+    """An input with so many times the gradient."""
+    is_recorded = isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+    return _scale_gradient(factor, x.view_as(x)) if is_recorded else x
 
 
 def _scale_gradient(factor: float, x: Any) -> Any:
@@ -750,8 +767,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     def through(*args: Any, **kwargs: Any) -> Any:
-        of = module._fully
-        return method(*args, **kwargs) if of.is_inside else of.called(module, args, kwargs, method)
+        if module._fully.is_inside:
+            return method(*args, **kwargs)
+        return _through_engine(module, args, kwargs, method)
 
     setattr(module, method_name, through)
 
