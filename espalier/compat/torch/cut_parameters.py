@@ -19,15 +19,15 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.tensor import DTensor, lay_out, plain, stamp
-from espalier.tensor.dtensor import become, set_class
+from espalier.tensor.dtensor import become, set_by_program, set_class
 
 _LayoutOf = Callable[[torch.Tensor], Layout]
-_HOW = "_how_cut"
+_HOW, OWNER = "_how_cut", "_fully_sharded"  # how it is to be cut; the outermost module, weakly
 
 
 def _cut(p: Any) -> DTensor:
     """Let a parameter be this rank's piece of it: who holds it goes on holding it."""
-    layout_of: _LayoutOf = vars(p).pop(_HOW)
+    layout_of, owner = vars(p).pop(_HOW), vars(p).get(OWNER)
     set_class(p, nn.Parameter)
     layout = layout_of(p)
     with torch.no_grad():
@@ -35,6 +35,7 @@ def _cut(p: Any) -> DTensor:
     become(p, nn.Parameter(local, requires_grad=p.requires_grad))
     cut = stamp(p, layout)
     cut._is_param = cut._is_cut_early = True  # type: ignore[attr-defined]
+    vars(cut)[OWNER] = owner
     return cut
 
 
@@ -51,6 +52,13 @@ def _copied(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copy
 
 
+def _reduced(self: nn.Parameter, protocol: Any) -> Any:
+    """As a plain one."""
+    whole = nn.Parameter(self.detach(), self.requires_grad)
+    vars(whole).update(set_by_program(self))
+    return whole.__reduce_ex__(protocol)
+
+
 def _shown(self: nn.Parameter) -> str:
     return f"Parameter containing:\n{torch.Tensor.__repr__(self)}"
 
@@ -58,7 +66,7 @@ def _shown(self: nn.Parameter) -> str:
 def _names() -> dict[str, Any]:
     """What a plain parameter has where a DTensor has its own; what a DTensor alone has asks."""
     made: dict[str, Any] = {"__deepcopy__": _copied, "__repr__": _shown, "__module__": __name__}
-    made["_layout"] = _asks("_layout")
+    made |= {"__reduce_ex__": _reduced, "_layout": _asks("_layout")}
     for name, own in vars(DTensor).items():
         if name in made or name in ("__dict__", "__weakref__", "__doc__", "__annotations__"):
             continue
@@ -75,11 +83,12 @@ CutWhenAsked: Any = new_class("CutWhenAsked", (DTensor,), exec_body=lambda names
 
 
 def cut_when_asked(module: nn.Module, layout_of: _LayoutOf) -> None:
-    """Let a module's plain parameters be cut when a program asks how they are."""
+    """Let a module's plain parameters be cut when a program asks how they are.
+
+    Not those of ``espalier.deferred()``, whose values are yet to be made.
+    """
     for p in parameters_in(module):
-        is_recorded = p.is_meta and hasattr(
-            p.untyped_storage(), "_deferred"
-        )  # espalier.deferred() has its value
+        is_recorded = p.is_meta and hasattr(p.untyped_storage(), "_deferred")
         if type(p) in (nn.Parameter, CutWhenAsked) and not is_recorded:
             set_class(p, CutWhenAsked)
             vars(p).update({_HOW: layout_of, "_is_param": True})

@@ -48,7 +48,14 @@ from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
 from espalier.compat.absent import or_absent
 from espalier.compat.common import LateModule, plan_for_world, precision_of, world_size
-from espalier.compat.torch.cut_parameters import cut_all, cut_when_asked, is_cut, left_plain, made_whole
+from espalier.compat.torch.cut_parameters import (
+    OWNER,
+    cut_all,
+    cut_when_asked,
+    is_cut,
+    left_plain,
+    made_whole,
+)
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook
 from espalier.engine import Engine
 from espalier.engine.beside import held_by
@@ -408,7 +415,7 @@ class FSDPModule:
         """The module's own, of DTensors: of the float32 masters of parameters that have some."""
         of = self._fully
         of.cut(self)
-        made = of.made()
+        made = of.made(self)
         if keep_vars or made is None or not made.engine(self).masters():
             return super().state_dict(*args, keep_vars=keep_vars, **kwargs)  # type: ignore[misc]
         states = super().state_dict(*args, keep_vars=True, **kwargs)  # type: ignore[misc]
@@ -425,7 +432,7 @@ class FSDPModule:
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Into the masters, too, of all in it: what is copied into parameters is rounded."""
-        made = self._fully.made()
+        made = self._fully.made(self)
         if made is not None:
             local_metadata["assign_to_params_buffers"] = False  # parameters are the engine's
         own_load(FSDPModule, self)(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -512,7 +519,9 @@ class FSDPModule:
     @property
     def engine(self) -> Engine:
         """The engine that trains the model."""
-        return self._fully.engine(self)
+        whole = self._fully.outermost(self)
+        engine: Engine = whole._fully.engine(whole)
+        return engine
 
 
 class UnshardHandle:
@@ -544,25 +553,29 @@ class _Fully:
 
     def mark(self, module: Any) -> None:
         """Let parameters that are plain be cut when they are asked how, until the model is laid out."""
-        if self._made is not None:
+        if self.made(module) is not None:
             return
         for p in parameters_in(module):
-            p._fully_sharded = weakref.ref(module)  # type: ignore[attr-defined]
+            vars(p)[OWNER] = weakref.ref(module)
         if self._plan is None:
             cut_when_asked(module, self._early_layout)
 
     def cut(self, module: Any) -> None:
         """Let all parameters be cut."""
-        if self._made is None:
+        if self.made(module) is None:
             cut_all(module)
 
-    def made(self) -> _Fully | None:
+    def _around(self, module: Any) -> Iterator[Any]:
+        """A module, and those around it that ``fully_shard`` was called on, the outermost last."""
+        yield (whole := module)
+        while (outer := whole._fully.outer) is not None and (found := outer()) is not None:
+            if all(part is not module for part in found.modules()):  # a copy knows the original's
+                return
+            yield (whole := found)
+
+    def made(self, module: Any) -> _Fully | None:
         """What has the engine that trains the module, if it is there."""
-        of: _Fully | None = self
-        while of is not None and of._made is None:
-            whole = None if of.outer is None else of.outer()
-            of = None if whole is None else whole._fully
-        return of
+        return next((x._fully for x in self._around(module) if x._fully._made is not None), None)
 
     def hand_out_masters(self, states: dict[str, Any]) -> None:
         """Put masters in the place of their parameters, and see later whether a program writes to them.
@@ -594,11 +607,7 @@ class _Fully:
 
     def outermost(self, module: Any) -> Any:
         """The module whose engine makes the calls of this one."""
-        found, outer = module, self.outer
-        while (
-            outer is not None and (whole := outer()) is not None and any(m is module for m in whole.modules())
-        ):
-            found, outer = whole, whole._fully.outer
+        *_, found = self._around(module)
         if found is not module or self._made is not None:
             return found
         return _with_others(module) or module
@@ -651,7 +660,7 @@ class _Fully:
             layouts = self._tensor_axis(module)
             self._settle_early(module)
             for p in parameters_in(module):
-                vars(p).pop("_fully_sharded", None)
+                vars(p).pop(OWNER, None)
             self._made = LateModule(module, "own", self.said, self._plan, _mesh_of)
             self._made.layouts = layouts
             self._inside(module, True)
@@ -728,7 +737,7 @@ def _with_others(module: Any) -> Any:
     trained = [] if optimizer is None else held_by(optimizer)
     known: dict[int, Any] = {}
     for p in (*parameters_in(module), *trained):
-        of = vars(p).get("_fully_sharded")
+        of = vars(p).get(OWNER)
         if of is not None and (found := of()) is not None:
             known[id(found)] = found
     if len(known) < 2:
