@@ -119,6 +119,7 @@ def made_whole(module: nn.Module) -> None:
     """Let parameters that are cut be plain and whole again (a collective)."""
     left_plain(module)
     for p in parameters_in(module):
+        vars(p).pop(OWNER, None)
         if type(p) is DTensor:
             become(p, nn.Parameter(p.detach().full_tensor(), requires_grad=p.requires_grad))
             vars(p).pop("_is_cut_early", None)
