@@ -261,24 +261,30 @@ def by_a_method(of: Any, rank: int, world: int) -> list[Any]:
     return [*told, *map(whole, model.parameters())]
 
 
-def in_micro_batches(of: Any, rank: int, world: int) -> list[Any]:
-    """Parts that the loop calls, whose gradients wait, and are divided by another number."""
-    torch.manual_seed(0)
-    parts = nn.ModuleList(Block().double() for _ in range(2))
-    for part in parts:
-        of.fsdp.fully_shard(part)
-        part.set_gradient_divide_factor(3.0)
-    optimizer = torch.optim.SGD(parts.parameters(), 0.1)
-    for step in range(4):
-        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
-        for part in parts:
-            part.set_requires_gradient_sync(step % 2 == 1)
-            x = part(x)
-        x.square().mean().backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [whole(p) for p in parts.parameters()]
+def in_micro_batches(rank: int, world: int) -> None:
+    """Parts that the loop calls, whose gradients wait, and are divided by another number: as one process."""
+    chains = []
+    for of in (None, OURS):
+        torch.manual_seed(0)
+        parts: Any = nn.ModuleList(Block().double() for _ in range(2))
+        for part in parts if of else ():
+            of.fsdp.fully_shard(part)
+            part.set_gradient_divide_factor(3.0)
+        optimizer = torch.optim.SGD(parts.parameters(), 0.1)
+        for step in range(4):
+            for place in (rank,) if of else range(world):
+                generator = torch.Generator().manual_seed(2 * step + place)
+                x = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+                for part in parts:
+                    if of:
+                        part.set_requires_gradient_sync(step % 2 == 1)
+                    x = part(x)
+                (x.square().mean() / (1 if of else 3)).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        chains.append([whole(p) for p in parts.parameters()])
+    torch.testing.assert_close(*chains, rtol=0, atol=1e-12)
 
 
 def within_a_plain_model(of: Any, rank: int, world: int) -> list[Any]:
@@ -376,10 +382,11 @@ def hybrid(of: Any, rank: int, world: int) -> list[Any]:
 def scripts(rank: int, world: int) -> None:
     for program in (asked_before, ranks_that_differ, emptied, assigned, sent, called_apart):
         both(program, rank, world)
-    for program in (by_a_method, in_micro_batches, called_beside_the_model, within_a_plain_model):
+    for program in (by_a_method, called_beside_the_model, within_a_plain_model):
         both(program, rank, world)
     for program in (asked_on_one_rank, saved):
         both(program, rank, world)
+    in_micro_batches(rank, world)
     drawn(rank, world)
     in_bfloat16(rank, world)
 
