@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +74,7 @@ def sharded(of: Any, model: Any, **options: Any) -> Any:
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, 10, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(0, 10, (4, 4), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def trained(model: Any, rank: int, *, first: int = 0, optimizer: Any = None) -> list[torch.Tensor]:
@@ -180,7 +181,9 @@ def sent(of: Any, rank: int, world: int) -> list[Any]:
     """Rank 0's whole state dict, into a model on meta."""
     model = sharded(of, on_meta())
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state_dict.set_model_state_dict(model, plain(3).state_dict() if rank == 0 else {}, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls what it deprecates
+        state_dict.set_model_state_dict(model, plain(3).state_dict() if rank == 0 else {}, options=options)
     return trained(model, rank)
 
 
