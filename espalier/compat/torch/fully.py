@@ -335,7 +335,7 @@ class _Fully:
         inner = mesh_of(plan_for_world(self.said, self._plan)).ranks
         first = along.ranks[0] // along.size() * along.size()
         if any(mesh.ranks != inner[first : first + along.size()] for mesh in meshes):
-            expected = "expected the mesh's last axis: init_device_mesh('cpu', (..., tp), mesh_dim_names=(..., 'tp'))"
+            expected = "expected the mesh's last axis: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
             refuse("fully_shard", [("parallelize_module", ", ".join(map(repr, meshes)), expected)])
         return layouts
 
