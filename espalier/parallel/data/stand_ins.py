@@ -167,14 +167,12 @@ class _Whole(OwnFunction):
         return grad, None, None
 
 
-class _Piece(torch.autograd.Function):
+class _Piece(OwnFunction):
     """This rank's piece of a parameter; its gradient is an addend to the whole one, zero beside the piece.
 
     The parameter is whole when a gradient comes: no hook of its own asks for that, which one rank might have
     alone.
     """
-
-    espalier = True
 
     @staticmethod
     def forward(
