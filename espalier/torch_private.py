@@ -387,6 +387,16 @@ def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, An
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def own_apply(kind: Any, module: Any) -> Any:
+    """What moves or casts all that a module has, of its classes behind one."""
+    return super(kind, module)._apply
+
+
+def own_load(kind: Any, module: Any) -> Any:
+    """What takes a module's own part of a state dict, of its classes behind one."""
+    return super(kind, module)._load_from_state_dict
+
+
 def goes_by_apply(method: Any) -> bool:
     """Whether a method of modules moves or casts all that they have."""
     return "_apply" in getattr(getattr(method, "__code__", None), "co_names", ())

@@ -219,8 +219,10 @@ class LateModule(EngineModule):
         module: the plain model.
         said: the plan that the program asks for.
         more: a plan, or keys of one, that hold in place of what is said.
+        mesh_of: the mesh on which a plan lays it; by default that of all its axes.
 
     Attributes:
+        layouts: of modules on the tensor axis, as for :func:`espalier.initialize`.
         mistakes: are told when it makes an engine of its own; as a part of another model it does not.
     """
 
@@ -230,9 +232,11 @@ class LateModule(EngineModule):
         rows: Any,
         said: Mapping[str, Any],
         more: Plan | Mapping[str, Any] | None = None,
+        mesh_of: Callable[[Plan], Mesh | None] = lambda plan: None,
     ) -> None:
         nn.Module.__init__(self)
-        self.rows, self.said, self.more = rows, dict(said), more
+        self.rows, self.said, self.more, self._mesh_of = rows, dict(said), more, mesh_of
+        self.layouts: Mapping[str, str] | None = None
         self.mistakes: list[tuple[str, Any, str]] = []
         self.module = module
         self.training = module.training
@@ -251,7 +255,9 @@ class LateModule(EngineModule):
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
                 self.said |= getattr(optimizer, "asks_for", {})
-            self._made = initialize(self.module, optimizer, plan_for_world(self.said, self.more))
+            plan = plan_for_world(self.said, self.more)
+            mesh = self._mesh_of(plan) if world_size() > 1 else None
+            self._made = initialize(self.module, optimizer, plan, mesh=mesh, layouts=self.layouts)
             self._made.gives_whole_states = True
         return self._made
 

@@ -917,8 +917,25 @@ class Engine(Surface):
     def set_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Let one parameter, and its float32 master, be a tensor (a collective): whole and the same on all
         ranks, or a DTensor."""
+        self.set_parameters({parameter: value})
+
+    def set_parameters(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """:meth:`set_parameter`, of several."""
         self.wait_staged()
-        set_parameters(self._state, self._to_fill(), {parameter: value})
+        set_parameters(self._state, self._to_fill(), values)
+
+    def held_masters(self) -> dict[int, torch.Tensor]:
+        """The float32 masters on this rank by the ``id`` of their parameters, as DTensors. Nothing is sent.
+
+        Where :attr:`shares_masters` a program may write to them; else they are copies.
+        """
+        self.wait_staged()
+        return {} if self._data is None else self._data.held_masters()
+
+    @property
+    def shares_masters(self) -> bool:
+        """Whether :meth:`held_masters` gives no copies: parameters are cut as their masters are."""
+        return self._data is not None and self._data.shares_masters
 
     def _take_state(self, load: Callable[[], Any]) -> Any:
         """Have the model take a state dict by its own ``load_state_dict``."""

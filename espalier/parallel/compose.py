@@ -248,7 +248,7 @@ def _float8(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) 
 
 def _refuse_laid_out(model: nn.Module) -> None:
     for name, p in named_parameters_in(model):
-        if isinstance(p, DTensor):
+        if isinstance(p, DTensor) and not vars(p).get("_is_cut_early"):
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once: "
                 "where a notebook's cell is run again, run the one that builds the model before it."

@@ -21,6 +21,7 @@ from espalier.sharding.spec import Operand, RuleFunction, Spec, spellings
 from espalier.tensor.compare import compared
 from espalier.tensor.dispatch import forget
 from espalier.tensor.dtensor import DTensor, left, redistribute, stamp, up_to_date
+from espalier.tensor.loans import part_of
 from espalier.tensor.observers import claim
 from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
 from espalier.tensor.rules import RULES
@@ -209,8 +210,8 @@ def _first_of_all(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """See :meth:`DTensor.to_local`."""
-    layout = x._layout.own
-    x = up_to_date(x)
+    layout, part = x._layout.own, part_of(x)
+    x = up_to_date(x) if part is None else part
     if x._layout.own is not layout:
         x = redistribute(x, layout)
     mesh = layout.mesh

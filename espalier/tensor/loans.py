@@ -68,6 +68,10 @@ class StandIn(ABC):
     def stand_in(self, func: Call | None) -> DTensor:
         """What a call of ``func`` is to compute with in its place: no loan."""
 
+    def part(self) -> DTensor | None:
+        """This rank's part, through which gradients flow, without a message; None: by the stand-in."""
+        return None
+
     def takes(self, func: Call) -> bool:
         """Whether its stand-in is to be written to, too, where ``func`` writes to it."""
         return False
@@ -116,6 +120,27 @@ class HandedOut:
     def is_held(self) -> bool:
         """Whether somebody still has one."""
         return bool(self.held)
+
+
+class Written:
+    """Sees whether a tensor is written to, without holding its memory."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._of = weakref.ref(x)
+        with raw(), torch.no_grad():
+            self._mark = plain(x.detach())  # which counts what is written to x
+            self._mark.data = self._mark.new_empty(0)
+        self._version = version_of(self._mark)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has it."""
+        return self._of() is not None
+
+    def is_new(self) -> bool:
+        """Whether it was written to since this was asked last."""
+        before, self._version = self._version, version_of(self._mark)
+        return self._version != before
 
 
 def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
@@ -200,6 +225,12 @@ def await_values(tensors: Iterable[torch.Tensor]) -> None:
         source = x.__dict__.get("_source")
         if isinstance(source, StandIn):
             source.arrive()
+
+
+def part_of(x: DTensor) -> DTensor | None:
+    """This rank's part of a tensor that is elsewhere, without a message, if there is a way."""
+    source = x.__dict__.get("_source")
+    return source.part() if isinstance(source, StandIn) and x._layout.own is not x._layout else None
 
 
 def lend(out: Any, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,9 +35,17 @@ from espalier.trees import flat_map, flatten, unflatten
 def lay_out_parameter(p: nn.Parameter, layout: Layout, *, source: int | Sequence[int] | None = 0) -> None:
     """Make a parameter a DTensor in place: who holds it (an optimizer, a tied module) goes on holding it.
 
+    One that was cut before it was known how it is to lie (``_is_cut_early``) is moved.
+
     Raises:
         ValueError: it is a DTensor already, and lies otherwise.
     """
+    if isinstance(p, DTensor) and vars(p).pop("_is_cut_early", False):
+        with torch.no_grad():
+            value = redistribute(cast("DTensor", p.detach()), layout.undeferred)
+        with raw():
+            _become(p, stamp(value.detach(), layout))
+        return
     if isinstance(p, DTensor):
         if p._layout is not layout:
             raise ValueError(

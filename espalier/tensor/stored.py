@@ -381,12 +381,12 @@ def _distributing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _filled(x: DTensor, value: Any) -> Any:
-    """``x`` with the values of a whole tensor; where it is on the meta device, one like it."""
+    """``x`` with the values of a whole tensor; one like it where that is on meta, or would round them."""
     if not isinstance(value, torch.Tensor) or type(value) is DTensor:
         return value
     with torch.no_grad():
         laid = lay_out(value, x._layout.own, source=None)
-        if x.is_meta:
+        if x.is_meta or x.dtype is not laid.dtype:
             return laid
         with raw():
             plain(x.detach()).copy_(plain(laid))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,61 +41,21 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from espalier.compat.absent import or_absent
-from espalier.compat.common import LateModule, precision_of, world_size
+from espalier.compat.common import LateModule, precision_of
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook
-from espalier.engine import Engine
-from espalier.engine.module import optimizer_of
+from espalier.compat.torch.fully import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    mesh_of,
+    register_fsdp_forward_method,
+    sharding_of,
+    share_comm_ctx,
+)
 from espalier.engine.states import whole_states
-from espalier.engine.surface import bound
-from espalier.layout import Shard
 from espalier.mesh.process import running_rank
 from espalier.texts import refuse
-from espalier.torch_private import current_graph_task_id
 from espalier.trees import tree_map
-
-_STAGES: Mapping[ShardingStrategy, int] = {
-    ShardingStrategy.FULL_SHARD: 3,
-    ShardingStrategy.SHARD_GRAD_OP: 2,
-    ShardingStrategy.NO_SHARD: 0,
-    ShardingStrategy.HYBRID_SHARD: 3,
-    ShardingStrategy["_HYBRID_SHARD_ZERO2"]: 2,
-}
-
-
-def _axes(mesh: Any, hybrid: bool) -> dict[str, int]:
-    """The sizes of a plan's ``replicate`` and ``data``."""
-    if mesh is not None and mesh.ndim == 2:
-        return {"replicate": mesh.size(0), "data": mesh.size(1)}
-    if not hybrid:
-        return {}
-    inside = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
-    return {"replicate": max(world_size() // inside, 1), "data": inside}
-
-
-def _away(zero: int) -> dict[str, Any]:
-    """What is on the host with ``CPUOffload``: all that is cut."""
-    kinds = {3: ("parameters", "gradients", "states"), 2: ("gradients", "states")}
-    return dict.fromkeys(kinds.get(zero, ("states",)), "host")
-
-
-def sharding_of(
-    reshards: ShardingStrategy | bool, offload: CPUOffload | OffloadPolicy | None, mesh: Any = None
-) -> dict[str, Any]:
-    """What is cut and what is on the host, as keys of a plan.
-
-    Args:
-        reshards: a strategy, or whether parameters are cut again after the forward pass.
-        mesh: of one axis, or of two: copies, pieces.
-    """
-    if isinstance(reshards, ShardingStrategy):
-        hybrid = reshards in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"])
-        zero = _STAGES[reshards]
-    else:
-        hybrid, zero = False, 3 if reshards else 2
-    said: dict[str, Any] = {"zero": zero, **_axes(mesh, hybrid)}
-    if isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False):
-        said["offload"] = _away(zero)
-    return said
 
 
 class _Kind(NamedTuple):
@@ -163,7 +121,7 @@ class FullyShardedDataParallel(LateModule):
         said = sharding_of(strategy, cpu_offload, device_mesh)
         if mixed_precision is not None:
             said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
-        super().__init__(_unwrapped(module), "own", said, plan)
+        super().__init__(_unwrapped(module), "own", said, plan, mesh_of)
         self.mistakes += of_group(process_group)
         self._kind = _Kind()
 
@@ -371,268 +329,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             if isinstance(child, FullyShardedDataParallel):
                 setattr(parent, name, child.module)
     return module.module if isinstance(module, FullyShardedDataParallel) else module
-
-
-# ---- fully_shard: the module itself, of a class that goes through an engine
-
-
-class FSDPModule:
-    """What ``fully_shard`` makes of a module's class."""
-
-    _fully: _Fully
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the engine; within it, the module's own."""
-        of = self._fully
-        if of.is_inside or current_graph_task_id() != -1:  # a backward pass calls what it computes once more
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return of.called(self, args, kwargs)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward passes sum gradients over the ranks, or leave it to the next that does."""
-        self._fully.syncs = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: gradients are summed as soon as they are there."""
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """No effect: parameters go after their last use."""
-
-    def set_modules_to_forward_prefetch(self, modules: Any) -> None:
-        """No effect: what comes next is gathered in time (``Plan(prefetch_megabytes=...)``)."""
-
-    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """No effect: parameters are gathered when they are used."""
-        return UnshardHandle() if async_op else None
-
-    def reshard(self) -> None:
-        """No effect: parameters go after their last use."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are cut again after the forward pass, until the first call; the results are the
-        same."""
-        self._fully.said["zero"] = 3 if reshard_after_forward else 2
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """By what the sum of the ranks' gradients is divided, in place of their number.
-
-        All modules that ``fully_shard`` was called on have the same when the outermost one is called, or this
-        is refused there.
-        """
-        self._fully.divisor = factor
-
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
-
-    def set_all_reduce_hook(self, hook: Callable[..., Any], *, stream: Any = None) -> None:
-        """Refused: gradients are summed by the engine.
-
-        Raises:
-            MistakeError: always.
-        """
-        reason = "gradients are summed by the engine: change p.grad before optimizer.step()"
-        refuse("fully_shard", [("all_reduce_hook", getattr(hook, "__name__", "..."), reason)])
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: messages are the engine's.
-
-        Raises:
-            MistakeError: always.
-        """
-        refuse("fully_shard", [("custom communication", type(comm).__name__, "leave it out")])
-
-    set_custom_reduce_scatter = set_custom_all_gather
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No effect: sums over copies add up to the same, whenever they are made."""
-
-    def _fsdp_chooses(self, *args: Any, **kwargs: Any) -> None:
-        """No effect: how and when messages go is chosen by the engine."""
-
-    reset_iter_state = set_post_optim_event = set_force_sum_reduction_for_comms = _fsdp_chooses
-    set_reduce_scatter_unused_params = set_reduce_scatter_max_input_buffers = _fsdp_chooses
-    set_separate_reduce_scatter_group = set_unshard_in_backward = set_symm_mem_for_comm = _fsdp_chooses
-    set_allocate_memory_from_process_group_for_comm = _fsdp_chooses
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that trains the model."""
-        return self._fully.engine(self)
-
-
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` gives."""
-
-    def wait(self) -> None:
-        """No effect: parameters are gathered when they are used."""
-
-
-class _Fully:
-    """What was said of a module, and its engine once it is called as the outermost one.
-
-    Attributes:
-        divisor: of the sum of the ranks' gradients; None: their number.
-    """
-
-    divisor: float | None = None
-
-    def __init__(self, said: dict[str, Any], plan: Said, output: torch.dtype | None) -> None:
-        self.is_inside, self.syncs, self._output = False, True, output
-        self.said, self._plan = said, plan
-        self._made: LateModule | None = None
-
-    def engine(self, module: Any) -> Engine:
-        if self._made is None:
-            self._made = LateModule(module, "own", self.said, self._plan)
-            self._inside(module, True)
-            try:
-                # as those of the module itself, which is the model
-                self._made.engine.gives_whole_states = False
-            finally:
-                self._inside(module, False)
-        return self._made.engine
-
-    def called(self, module: Any, args: Any, kwargs: Any, method: Any = None) -> Any:
-        """What the module gives, or one of its methods, through the engine."""
-        engine = self.engine(module)
-        factor = self._factor(module, engine)
-        lacks = torch.is_grad_enabled() and engine.optimizer is None
-        if lacks and (optimizer := optimizer_of(module)) is not None:
-            engine.attach(optimizer)
-        engine.passes.one_by_one("a call of a fully sharded module").is_syncing = self.syncs
-        self._inside(module, True)
-        try:
-            if method is not None:
-                module.forward = method
-            outputs = engine.outputs(bound(module, args, kwargs), "own")
-        finally:
-            module.__dict__.pop("forward", None)
-            self._inside(module, False)
-        if factor != 1:
-            tree_map(partial(_scale_gradient, factor), outputs)
-        return outputs if self._output is None else tree_map(self._cast, outputs)
-
-    def _factor(self, module: Any, engine: Engine) -> float:
-        """Of gradients, for what they are divided by.
-
-        Raises:
-            MistakeError: it is another in a part of the module.
-        """
-        told = {part._fully.divisor for part in module.modules() if isinstance(part, FSDPModule)}
-        if len(told) > 1:
-            given = ", ".join("the number of ranks" if x is None else str(x) for x in told)
-            expected = "one for all modules: call it on each of them, or multiply a part's gradients by hand"
-            refuse("fully_shard", [("gradient_divide_factor", given, expected)])
-        (divisor,) = told
-        readers = engine.passes.call.batches.readers
-        return 1.0 if divisor is None else readers / divisor
-
-    def _cast(self, x: Any) -> Any:
-        return x.to(self._output) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    def _inside(self, module: Any, is_inside: bool) -> None:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part._fully.is_inside = is_inside
-
-
-def _scale_gradient(factor: float, x: Any) -> Any:
-    """Let the gradient of an output be so many times what it is."""
-    if isinstance(x, torch.Tensor) and x.requires_grad:
-        x.register_hook(lambda grad: grad * factor)
-    return x
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have another method go through the engine as ``forward`` does; no effect but after ``fully_shard``."""
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name)
-
-    def through(*args: Any, **kwargs: Any) -> Any:
-        of = module._fully
-        return method(*args, **kwargs) if of.is_inside else of.called(module, args, kwargs, method)
-
-    setattr(module, method_name, through)
-
-
-def released(module: nn.Module) -> dict[str, Any]:
-    """Undo ``fully_shard`` of a module and of what is in it; gives what was said of the outermost."""
-    said: dict[str, Any] = {}
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            said = said or part._fully.said
-            del part._fully
-            part.__class__ = type(part).__bases__[1]
-    return said
-
-
-def _misplaced(modules: Any, place: Callable[[nn.Parameter], Any]) -> list[tuple[str, Any, str] | None]:
-    """The mistake of a function that lets parameters lie on meshes of their own."""
-    given = modules if isinstance(modules, list | tuple) else [modules]
-    placements = [place(p) for module in given for p in module.parameters()]
-    odd = next((x for x in placements if x is not None and not isinstance(x, Shard)), None)
-    expected = "all parameters lie on one mesh, as plan = {...} says: expected None or Shard(dim) of each"
-    return [] if odd is None else [("shard_placement_fn", type(odd).__name__, expected)]
-
-
-def _is_odd(ranks: bool | int | None) -> bool:
-    """Whether it is a number of ranks, and no groups of so many make up the world."""
-    return not isinstance(ranks, bool | None) and (ranks < 1 or world_size() % ranks != 0)
-
-
-def share_comm_ctx(modules: list[Any]) -> None:
-    """No effect: the engine of what is called sends all messages."""
-
-
-def fully_shard(
-    module: Any,
-    *,
-    mesh: Any = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Any = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: Any = None,
-    dp_mesh_dims: Any = None,
-    plan: Said = None,
-) -> Any:
-    """As ``torch.distributed.fsdp.fully_shard``: the module itself, its parameters cut over the ranks.
-
-    What was said of the module that is called, the outermost, holds for all in it. It is laid out at its
-    first call, by when its optimizer was made.
-
-    Args:
-        module: a module, or a list of them.
-        mesh: of one axis, or of two: copies, pieces.
-        reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``). A
-            number of ranks, over which torch cuts them meanwhile, is as True: they are cut over all.
-        mp_policy: ``Plan(precision=...)``; outputs of the module that is called are cast to ``output_dtype``.
-        shard_placement_fn: no effect where it says along which dim a parameter is cut: the engine cuts all
-            alike, and a parameter answers for the whole.
-        offload_policy: ``Plan(offload=...)``.
-        plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
-    """
-    mistakes = [
-        *(_misplaced(module, shard_placement_fn) if shard_placement_fn is not None else []),
-        ("ignored_params", "...", "all parameters are the engine's: expected None")
-        if ignored_params
-        else None,
-        ("dp_mesh_dims", "...", "axes are said by plan = {...}") if dp_mesh_dims is not None else None,
-        ("reshard_after_forward", reshard_after_forward, "expected a number that divides that of the ranks")
-        if _is_odd(reshard_after_forward)
-        else None,
-    ]
-    refuse("fully_shard", [x for x in mistakes if x is not None])
-    said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)
-    if mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None:
-        said["precision"] = precision_of(mp_policy.param_dtype, mp_policy.reduce_dtype)
-    for one in module if isinstance(module, list | tuple) else [module]:
-        kind = type(one)
-        one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-        one._fully = _Fully(said, plan, mp_policy.output_dtype)
-    return module
 
 
 __all__ = [

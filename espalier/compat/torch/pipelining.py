@@ -22,7 +22,7 @@ from torch.distributed.pipelining.microbatch import (
 from espalier.comm.control import gather_objects
 from espalier.compat.common import LateModule, Readers, counts_one, plan_for_world
 from espalier.compat.torch.data_parallel import Said
-from espalier.compat.torch.fsdp import released
+from espalier.compat.torch.fully import released
 from espalier.engine import Engine, initialize
 from espalier.engine.accumulation import Count
 from espalier.engine.module import optimizer_of

@@ -96,6 +96,20 @@ class ShardedStandIn(StandIn):
                 del known
             return self._copy[1]
 
+    def part(self) -> DTensor | None:
+        """The piece: one rank may ask alone."""
+        p, m = self.member.p, self.member
+        if not torch.is_grad_enabled() or not p.requires_grad:
+            return None
+        with raw():
+            piece = self._owner.hidden(m)
+            alias = stamp(p.data if piece is None else piece, m.shard)
+            hand_out(p, alias)
+            known = self._know_whole()
+            part = stamp(_Piece.apply(p, m, plain(alias), weakref.ref(self)), m.shard)
+            del known
+        return part
+
     @property
     def is_elsewhere(self) -> bool:
         """What the parameter shows then has no values."""
@@ -151,6 +165,35 @@ class _Whole(OwnFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         return grad, None, None
+
+
+class _Piece(OwnFunction):
+    """This rank's piece of a parameter; its gradient is an addend to the whole one, zero beside the piece.
+
+    The parameter is whole when a gradient comes: no hook of its own asks for that, which one rank might have
+    alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        p: torch.Tensor,
+        member: ShardedParam,
+        piece: torch.Tensor,
+        stand_in: weakref.ref[ShardedStandIn],
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.member, ctx.stand_in = member, stand_in
+        return piece.view_as(piece)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        whole = grad.new_zeros(ctx.member.full.local_shape)
+        ctx.member.piece(whole).copy_(grad)
+        _come(ctx.stand_in)
+        return whole, None, None, None
 
 
 def refuse_recorded() -> None:

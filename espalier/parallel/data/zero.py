@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from espalier.blocks import named_parameters_in
 from espalier.layout import Layout, gradient_layout
@@ -43,6 +44,7 @@ from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
 from espalier.tensor.dry_runs import unseen
+from espalier.tensor.loans import Written
 from espalier.tensor.rules.meta import of_dtensors
 from espalier.tensor.waiting import Seen, WaitingHooks
 from espalier.torch_private import (
@@ -122,6 +124,7 @@ class ZeroState:
         self.chunks = [chunk for group in groups for chunk in group]
         chunks = [chunk for _, chunk in used] if cut else self.chunks
         self._numbers = 0
+        self._handed_out: list[Written] = []  # masters that a program may write to
         self._store = self._place(chunks, plan.offload)
         self._mastered = [chunk for chunk in self.chunks if chunk.has_master]
         self._keeps = False  # gradients, in the step under way
@@ -450,6 +453,39 @@ class ZeroState:
         with shown(looks):
             yield
 
+    def held_masters(self) -> dict[int, torch.Tensor]:
+        """The masters by the ``id`` of their parameters, lying as the stage says of states.
+
+        What is written to them comes into the parameters, where both are this rank's pieces on the device: no
+        rank need tell another. Else they are copies.
+        """
+        self._settle()
+        shares = self.shares_masters
+        with raw(), torch.no_grad():
+            held: dict[int, torch.Tensor] = {
+                id(m.p): stamp(master.detach() if shares else master.clone(), m.updated)
+                for chunk in self._mastered
+                for m, master in zip(chunk.members, chunk.masters, strict=True)
+            }
+            self._handed_out += [Written(x) for x in held.values()] if shares else []
+        return held
+
+    @property
+    def shares_masters(self) -> bool:
+        """Whether what :meth:`held_masters` gives are no copies."""
+        return (self._is_alone or self.stage.parameters == "S") and self._store is None
+
+    def _take_in_masters(self) -> None:
+        """Let parameters be what a program has written to their masters."""
+        written = [x for x in self._handed_out if x.is_new()]
+        self._handed_out = [x for x in self._handed_out if x.is_held]
+        if written:
+            with raw():
+                increment_version([m.p for chunk in self._mastered for m in chunk.members])
+            for chunk in self._mastered:
+                masters.write(chunk)
+            masters.remember(self._mastered)
+
     @contextmanager
     def updating(self, *, keep: bool = False, exchange: bool = True, turns: bool = False) -> Iterator[None]:
         """While open, each trained parameter is what the optimizer is to update here, with its gradient.
@@ -582,6 +618,8 @@ class ZeroState:
         if self.prefetcher is not None:
             self.prefetcher.begin()
         self._thaw()
+        if self._handed_out:
+            self._take_in_masters()
         masters.follow(self._mastered)
         if self.offloaded_step is not None:
             self.offloaded_step.follow()

@@ -23,19 +23,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from espalier.blocks import named_parameters_in
+from espalier.blocks import named_parameters_in, parameters_in
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard
 from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.tensor import DTensor, redistribute
+from espalier.tensor import DTensor, full_tensor, redistribute
+from espalier.tensor.dtensor import become
 from espalier.tensor.modules import distribute_module, lay_out_parameter
+from espalier.torch_private import forward_hooks
 
 Table = Mapping[str, str]
 _HOOKED = re.compile("_(g|v|orig)$")  # what torch.nn.utils.weight_norm and its kin call them
@@ -296,7 +298,12 @@ def parallelize_module(
         warnings.warn("parallelize_module got no parallelize_plan and does nothing.", stacklevel=2)
     elif isinstance(parallelize_plan, ParallelStyle):
         parallelize_plan.src_data_rank = src_data_rank
-        return parallelize_plan._apply(module, mesh)
+        before = [set(hooks) for hooks in forward_hooks(module)]
+        styled = parallelize_plan._apply(module, mesh)
+        if styled is module:
+            hooks = tuple(tuple(set(now) - b) for now, b in zip(forward_hooks(module), before, strict=True))
+            vars(module).setdefault(_STYLED, []).append(Styled(parallelize_plan, as_mesh(mesh), hooks))
+        return styled
     elif isinstance(parallelize_plan, Mapping):
         for pattern, style in parallelize_plan.items():
             matching = _matching(module, pattern.split(".")) if pattern else [module]
@@ -313,6 +320,58 @@ def parallelize_module(
             f"parallelize_plan: expected a ParallelStyle or names and their styles, got {parallelize_plan!r}."
         )
     return module
+
+
+class Styled(NamedTuple):
+    """What a style has done to a module.
+
+    Attributes:
+        hooks: the keys of those that it has put on it, before its forward and behind it.
+    """
+
+    style: ParallelStyle
+    mesh: Mesh
+    hooks: tuple[tuple[int, ...], ...]
+
+
+_STYLED = "_styled"
+
+
+def unstyled(model: nn.Module) -> tuple[list[Mesh], dict[str, str], bool]:
+    """Take the styles of a model's modules off again, for an engine that lays it out (a collective).
+
+    Its parameters are plain and whole then.
+
+    Returns:
+        the meshes; a table of the modules that they cut; whether they cut sequences.
+
+    Raises:
+        ValueError: a style is none of torch's.
+    """
+    meshes: dict[Mesh, None] = {}
+    table: dict[str, str] = {}
+    cuts_sequences = False
+    for name, module in model.named_modules():
+        for style, mesh, hooks in vars(module).pop(_STYLED, ()):
+            if type(style) not in _OF_TORCH:
+                raise ValueError(
+                    f"{name}: {type(style).__name__} is a style of its own, and fully_shard's engine lays "
+                    "the model out on all axes. Leave parallelize_module out, and say "
+                    "fully_shard(model, plan={'tensor': n})."
+                )
+            meshes[mesh] = None
+            cuts_sequences |= isinstance(style, SequenceParallel)
+            if isinstance(style, _Cut):
+                kind = "row" if isinstance(style, RowwiseParallel) else "column"
+                table[name] = "vocab" if isinstance(module, nn.Embedding) else kind
+            for held, keys in zip(forward_hooks(module), hooks, strict=True):
+                for key in keys:
+                    del held[key]
+            vars(module).pop("_distribute_module_applied", None)
+    for p in parameters_in(model) if meshes else ():
+        if isinstance(p, DTensor) and p.device_mesh in meshes:
+            become(p, nn.Parameter(full_tensor(p.detach()), requires_grad=p.requires_grad))
+    return list(meshes), table, cuts_sequences
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
@@ -626,6 +685,16 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"
+
+
+_OF_TORCH = (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 
 @contextmanager
