@@ -194,8 +194,8 @@ class Observers:
         module = self.module.get_submodule(hook.module)
         if vars(module)[hook.table].get(hook.key) is hook and hook.hook(module, *args) is not None:
             raise TypeError(
-                f"A hook on {hook.module or 'the model'!r} was taken for one that only looks, by what it ends "
-                "with, and has given something back. Let it end with return x where x is to be in its place."
+                f"A hook on {hook.module or 'the model'!r} was taken for one that only looks, by how it ends, "
+                "and has given something back. Let it end with return x where x is to be in its place."
             )
 
     def met(self, hook: Observed, args: Sequence[Any]) -> Any:
