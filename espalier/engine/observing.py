@@ -130,7 +130,8 @@ class Observers:
         found = [(place, x) for hooks, place in tables for x in hooks.values() if isinstance(x, Observed)]
         self._hooks, taken = [hook for _, hook in found], [place for place, _ in found]
         if taken != self._taken:
-            self._taken, self._is_agreed = taken, bool(taken) and self._all_have_them()
+            self._taken = taken
+            self._is_agreed = bool(taken) and self._all_have_them()
 
     def _all_have_them(self) -> bool:
         """Whether all ranks have the same; who has some that others do not have waits, once."""
@@ -194,8 +195,8 @@ class Observers:
         module = self.module.get_submodule(hook.module)
         if vars(module)[hook.table].get(hook.key) is hook and hook.hook(module, *args) is not None:
             raise TypeError(
-                f"A hook on {hook.module or 'the model'!r} was taken for one that only looks, by how it ends, "
-                "and has given something back. Let it end with return x where x is to be in its place."
+                f"A hook on {hook.module or 'the model'!r} was taken for one that only looks, as its code "
+                "ends so, and has given something back. Let it end with return x where x is to be in place."
             )
 
     def met(self, hook: Observed, args: Sequence[Any]) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -304,6 +307,49 @@ def told(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:Modules have forward hooks")
 def test_hooks_that_do_more_are_told(ranks: Any) -> None:
     ranks(2, told)
+
+
+class Doubling:
+    """Its name says that nothing is given back."""
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def apart(rank: int, world: int) -> None:
+    """Hooks of one rank, and one whose code does not say what it does."""
+    torch.manual_seed(0)
+    before, seen = torch.get_default_dtype(), list[Any]()
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain = net()
+        x, y = batch(0)
+        expected = F.cross_entropy(plain(x), y).item()
+        if rank == 0:
+            plain[0].register_forward_hook(lambda module, args, out: seen.append(out))
+        model = espalier.prepare(plain, plan={"pipe": 2})
+        with patch("espalier.engine.observing._WAIT", timedelta(seconds=1)):
+            told = (
+                pytest.warns(UserWarning, match="on this rank, and not on all")
+                if rank == 0
+                else nullcontext()
+            )
+            with told:
+                loss = F.cross_entropy(model(x), y)
+            assert abs(loss.item() - expected) < TOLERANCE
+            loss.backward()
+        assert bool(seen) == (rank == 0)
+        doubled = net()
+        doubled[2].register_forward_hook(lambda module, args, out: Doubling().update(out))
+        with pytest.raises(TypeError, match="has given something back"):
+            espalier.prepare(doubled, plan={"pipe": 2})(x)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:Modules have forward hooks")
+def test_hooks_of_one_rank_and_those_that_hide_what_they_do(ranks: Any) -> None:
+    ranks(2, apart)
 
 
 def test_what_only_looks_is_read_of_code() -> None:
