@@ -20,6 +20,7 @@ from espalier.tensor.names import ABSENT
 from espalier.tensor.traces import untraced
 from espalier.torch_private import TABLES, call_as_written, lazy_clone, memory_id, raw
 
+_OF_CLASSES = (staticmethod, classmethod)  # functions, and the copy module knows them not
 Stand = Callable[[torch.Tensor], torch.Tensor | None]
 Instead = Callable[[nn.Module], Mapping[str, Any]]
 
@@ -58,6 +59,7 @@ class Apart:
         other_attributes = [instead(part) for part in module.modules()]
         for part, attributes in zip(module.modules(), other_attributes, strict=True):
             memo.update({id(vars(part)[name]): None for name in attributes if name in vars(part)})
+            memo.update({id(x): x for x in vars(part).values() if isinstance(x, _OF_CLASSES)})
         with torch.no_grad():
             for x in originals:
                 other = stand(x)

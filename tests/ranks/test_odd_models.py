@@ -159,6 +159,71 @@ def odd(rank: int, world: int, plan: dict[str, Any]) -> None:
             assert not any(g.is_whole or g.pending or g.storage.nbytes() for g in prefetcher.held)
 
 
+class Turned(nn.Module):
+    """A module with a parameter that all blocks share, and the model has for itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Parameter(torch.randn(6))
+        self.turn = staticmethod(torch.cos)  # of an object: no copy module knows it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.turn(self.angles)
+
+
+class SharedWithin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.line = Turned(), nn.Linear(6, 6)
+        blocks = [
+            nn.ModuleList([nn.LayerNorm(6), self.turned, nn.Linear(6, 12), nn.Linear(12, 6)])
+            for _ in range(3)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.turned(self.line(x))
+        for norm, turned, up, down in self.blocks:  # type: ignore[misc]
+            x = x + down(F.gelu(up(turned(norm(x)))))
+        return x
+
+
+def shared_within(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """Blocks keep all that is theirs in their chunks, whatever else stands in them."""
+    torch.manual_seed(0)
+    net = SharedWithin().double()
+    twin = SharedWithin().double()
+    twin.load_state_dict(net.state_dict())
+    optimizer, other = torch.optim.AdamW(net.parameters(), 0.1), torch.optim.AdamW(twin.parameters(), 0.1)
+    engine = espalier.initialize(net, optimizer, plan, loss_fn=lambda out, batch: out.square().mean())
+    for step in range(3):
+        x = torch.randn(8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        other.zero_grad()
+        twin(x).square().mean().backward()
+        other.step()
+        engine.train_step(x)
+    data = engine.passes.data
+    assert data is not None
+    if engine.plan.pipe == 1:
+        assert len([m for chunk in data.chunks for m in chunk.members]) == len([*twin.parameters()])
+    found = engine.full_state_dict()
+    for name, value in twin.state_dict().items():
+        assert (found[name] - value).abs().max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"data": 4, "zero": 3},
+        {"data": 2, "tensor": 2, "zero": 3, "sequence_parallel": True},
+        {"data": 2, "pipe": 2},
+    ],
+    ids=str,
+)
+def test_blocks_that_share_a_module(ranks: Any, plan: dict[str, Any]) -> None:
+    ranks(4, shared_within, plan)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("plan", [{"data": 4}, {"replicate": 2, "data": 2}], ids=str)
 def test_odd_models(ranks: Any, plan: dict[str, int], zero: int) -> None:
