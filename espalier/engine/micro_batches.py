@@ -301,8 +301,9 @@ class Prediction(MicroBatches):
     output: Any = None
 
     def __init__(self, of: StageContext, *args: Any, **options: Any) -> None:
-        # a forward may go another way by that (torch's encoders in evaluation): as the program called it
-        self._has_graph = of.call.asked is not None and of.call.asked.grad
+        # in evaluation a forward may go another way by that (torch's encoders): as the program called it
+        asked = None if of.call.module.training else of.call.asked
+        self._has_graph = asked is not None and asked.grad
         with torch.set_grad_enabled(self._has_graph):
             super().__init__(of, *args, **options)
 

@@ -548,7 +548,7 @@ class Inside(TorchFunctionMode):
 
 
 _GIVING = (VJP, "linearize")  # a value and a function
-_BESIDE_HOOKS = (JVP, "linearize")  # torch's forward differentiation minds none
+_BESIDE_HOOKS = ("vmap_impl", JVP, "linearize")  # these mind none
 _KEPT = (
     "A transform of torch.func in a block that is computed again in the backward pass, or has its "
     "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms "

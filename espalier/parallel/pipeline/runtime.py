@@ -356,7 +356,7 @@ class Runtime:
             del entered
         outs = list(self._work.forward(stage, micro, received))
         del received
-        edges: list[GradientEdge] = []
+        goes_back, edges = torch.is_grad_enabled(), list[GradientEdge]()
         with raw():
             if stage + 1 < self._schedule.stages:
                 wires = self._agreed[micro].wires[stage]
@@ -364,10 +364,11 @@ class Runtime:
                     outs = [*map(_as_agreed, outs, wires)]
                 _check(outs, wires, stage)
                 self._hand_over(Action(ActionKind.SEND_F, stage, micro), [plain(x.detach()) for x in outs])
-                edges = [*map(get_gradient_edge, compress(outs, self._agreed[micro].returns[stage]))]
-            elif outs[0].requires_grad:
+                if goes_back:
+                    edges = [*map(get_gradient_edge, compress(outs, self._agreed[micro].returns[stage]))]
+            elif goes_back and outs[0].requires_grad:
                 edges = [get_gradient_edge(outs[0])]
-        if torch.is_grad_enabled():
+        if goes_back:
             self.live[stage, micro] = _Live(leaves, edges)
             self.most = max(self.most, len(self.live))
 
