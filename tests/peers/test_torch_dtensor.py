@@ -63,8 +63,16 @@ def _gradient(value: torch.Tensor, placements: Any, mesh: Mesh) -> torch.Tensor:
     return value * factor
 
 
+def forget_meshes() -> None:
+    """Torch remembers layouts of calls on meshes of worlds that are gone, too: these equal new ones."""
+    dispatcher = theirs.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(getattr(dispatcher, "cache", dispatcher), "cache_clear", lambda: None)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
 def through_torch(rank: int, world: int) -> None:
     """Half of a network ours, half torch's; and the other way round."""
+    forget_meshes()
     mesh = grid()
     tensor = mesh["tp"]
     up, down, x = seeded(8, 6), seeded(3, 8), seeded(4, 6)
