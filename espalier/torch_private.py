@@ -365,10 +365,14 @@ def own_modules(module: torch.nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-def parameters_within(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Each parameter of a module and of all in it once, in the order of ``named_parameters()``."""
+def parameters_within(module: torch.nn.Module, but: Iterable[int] = ()) -> list[torch.nn.Parameter]:
+    """Each parameter of a module and of all in it once, in the order of ``named_parameters()``.
+
+    Args:
+        but: the ``id`` of modules that are left out, with all in them.
+    """
     known: dict[int, torch.nn.Parameter] = {}
-    visited: set[int] = set()
+    visited = {*but}
     waiting: list[torch.nn.Module | None] = [module]
     while waiting:
         inner = waiting.pop()

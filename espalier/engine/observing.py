@@ -116,19 +116,19 @@ class Observers:
                 self._tables += hooks_of(module)
                 self._places += [(name, table) for table in HOOKS]
             self._modules = frozenset(self.module.modules())
-        for hooks, key in self._held():
-            if (id(hooks), key) not in self._known:
-                hook = hooks[key]
-                is_own = made_in(hook, "espalier", "torch", "transformers")
-                looks = not is_own and not is_of_modules(hook, self._modules) and only_looks(hook)
+        has_any = any(self._tables)  # none in most steps
+        for hooks, (name, table) in zip(self._tables, self._places, strict=True) if has_any else ():
+            for key, hook in [*hooks.items()]:
+                if (id(hooks), key) in self._known:
+                    continue
                 self._known.add((id(hooks), key))
-                if looks:
-                    name, table = self._places[next(i for i, x in enumerate(self._tables) if x is hooks)]
+                is_own = made_in(hook, "espalier", "torch", "transformers")
+                if not is_own and not is_of_modules(hook, self._modules) and only_looks(hook):
                     hooks[key] = Observed(self, hook, name, table, key)
         self._calls += 1
-        tables = zip(self._tables, self._places, strict=True) if any(self._tables) else ()
-        found = [(place, x) for hooks, place in tables for x in hooks.values() if isinstance(x, Observed)]
-        self._hooks, taken = [hook for _, hook in found], [place for place, _ in found]
+        all_hooks = (x for hooks in self._tables for x in hooks.values()) if has_any else ()
+        self._hooks = [x for x in all_hooks if isinstance(x, Observed)]
+        taken = [(x.module, x.table) for x in self._hooks]
         if taken != self._taken:
             self._taken = taken
             self._is_agreed = bool(taken) and self._all_have_them()
@@ -146,22 +146,9 @@ class Observers:
         )
         return False
 
-    def _held(self) -> list[tuple[dict[int, Any], int]]:
-        """All hooks that there are: in which table, and where in it."""
-        if not any(self._tables):  # so in most steps
-            return []
-        return [(hooks, key) for hooks in self._tables for key in hooks]
-
     def _has(self, kinds: Iterable[str]) -> bool:
-        if not self._is_agreed:
-            return False
-        tables = zip(self._tables, self._places, strict=True)
-        return any(
-            isinstance(hook, Observed)
-            for hooks, (_, table) in tables
-            if hooks and table in kinds
-            for hook in hooks.values()
-        )
+        """Of those that all ranks had when the model was called last: on all ranks alike."""
+        return self._is_agreed and any(table in kinds for _, table in self._taken)
 
     @property
     def look_forward(self) -> bool:
@@ -229,7 +216,7 @@ class Observers:
         finally:
             self._is_quiet = before
             if not before:  # what forwards have put there is theirs
-                self._known |= {(id(hooks), key) for hooks, key in self._held()}
+                self._known |= {(id(hooks), key) for hooks in self._tables for key in hooks}
 
     def _see(self, hook: Observed, args: list[Any], now: Action) -> None:
         of = self._pass

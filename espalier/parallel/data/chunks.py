@@ -29,8 +29,8 @@ from espalier.torch_private import (
     foreach_copy_,
     foreach_zero_,
     method,
-    own_modules,
     own_parameters,
+    parameters_within,
     raw,
     setter,
 )
@@ -607,7 +607,7 @@ def by_unit(members: Sequence[ShardedParam], model: nn.Module) -> list[tuple[lis
     within = [part for unit in units(model) for part in _called(unit, by_id.keys())]
     known = {id(unit) for unit in within}
     for unit in within:
-        own = _beside_units(unit, known)
+        own = parameters_within(unit, but=known - {id(unit)})  # a shared embedding may be in several
         fresh = [m for p in own if (m := by_id.pop(id(p), None)) is not None]
         parts += (([unit], alike) for alike in _alike(fresh).values())
     small = _small([sum(m.chunk_bytes for m in part) for _, part in parts])
@@ -638,20 +638,6 @@ def by_unit(members: Sequence[ShardedParam], model: nn.Module) -> list[tuple[lis
             if shared is not None and not _is_within(module, users[id(shared)], parents):
                 users[id(shared)].append(module)
     return chunks
-
-
-def _beside_units(unit: nn.Module, known: Collection[int]) -> list[nn.Parameter]:
-    """The parameters of a unit but those of other units in it: a shared embedding is in several."""
-    found: list[nn.Parameter] = []
-    visited, waiting = set[int](), [unit]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in visited or (module is not unit and id(module) in known):
-            continue
-        visited.add(id(module))
-        found += [p for p in own_parameters(module).values() if p is not None]
-        waiting += [child for child in own_modules(module).values() if child is not None][::-1]
-    return found
 
 
 def _is_within(module: nn.Module, users: Sequence[nn.Module], parents: Mapping[int, list[nn.Module]]) -> bool:
