@@ -88,7 +88,7 @@ def initialize(
     if mesh is None:
         _stay_on_device(model)
     whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
-    on = with_axes(whole_mesh, _axes_on(whole_mesh, plan))
+    on = with_axes(whole_mesh, plan.axes if "tensor" in whole_mesh.names else plan.bare_axes)
     if on is None:
         raise ValueError(
             f"The mesh is {whole_mesh!r} but the plan asks for {plan}. Build the mesh from plan.axes, "
@@ -123,12 +123,6 @@ def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
     if torch.distributed.is_initialized():
         return Plan(data=torch.distributed.get_world_size())
     return Plan(data=int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _axes_on(mesh: Mesh, plan: Plan) -> dict[str, int]:
-    """A plan's axes, without ``tensor`` where that is of one rank and the mesh has no such axis."""
-    keeps = plan.tensor_axes != {"tensor": 1} or "tensor" in mesh.names
-    return {name: n for name, n in plan.axes.items() if keeps or name != "tensor"}
 
 
 def _stay_on_device(model: nn.Module) -> None:

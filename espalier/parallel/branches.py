@@ -29,7 +29,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.dry_runs import Drawing
-from espalier.tensor.dtensor import DTensor, become, layout_of, redistribute
+from espalier.tensor.dtensor import DTensor, become_parameter, layout_of, redistribute
 from espalier.torch_private import disable_modes, raw, version_of
 from espalier.trees import tree_map
 
@@ -107,8 +107,7 @@ def leave_out(model: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtyp
         if not layout.mesh.is_member:
             cast = dtype if dtype is not None and p.is_floating_point() else p.dtype
             local = torch.empty(layout.local_shape, dtype=cast, device="meta")
-            become(p, nn.Parameter(local, requires_grad=p.requires_grad))
-            stamp(p, layout)._is_param = True
+            become_parameter(p, local, layout)
 
 
 def place_branches(model: nn.Module, branches: Branches, mesh: Mesh) -> None:

@@ -614,6 +614,11 @@ class Plan(Settings):
         return {**pipe, **hybrid, **data, **branches, **self.tensor_axes}
 
     @property
+    def bare_axes(self) -> dict[str, int]:
+        """:attr:`axes` without ``tensor`` where that has one rank: of a mesh that has no such axis."""
+        return {name: n for name, n in self.axes.items() if name != "tensor" or n > 1}
+
+    @property
     def tensor_axes(self) -> dict[str, int]:
         """The axes whose ranks share each layer, outermost first."""
         return tensor_axes(self.tensor_mode, self.tensor, self.depth)

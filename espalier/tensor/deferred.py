@@ -17,7 +17,7 @@ from espalier.comm import collectives
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.api import lay_out
-from espalier.tensor.dtensor import become, plain, set_by_program, stamp
+from espalier.tensor.dtensor import become_parameter, plain, set_by_program
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.random import same_position, without_tag
 from espalier.torch_private import TABLES, TorchDispatchMode, memory_id, own_buffers, schema_of, version_of
@@ -574,8 +574,7 @@ def _become(
 ) -> None:
     """Let a parameter without memory be this rank's part of its value: who holds it goes on holding it."""
     local = plain(lay_out(whole, layout, source=None))
-    become(p, nn.Parameter(local, requires_grad=p.requires_grad))
-    stamp(p, layout)._is_param = True
+    become_parameter(p, local, layout)
     del whole, local
     then(p)
 
@@ -599,7 +598,7 @@ def make_parameters_real(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _get_memory(p: nn.Parameter, whole: torch.Tensor) -> None:
-    become(p, nn.Parameter(whole.clone(), requires_grad=p.requires_grad))
+    become_parameter(p, whole.clone())
 
 
 class _Values:

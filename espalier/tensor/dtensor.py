@@ -610,6 +610,20 @@ def set_by_program(x: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(x).items() if name not in _NOTES}
 
 
+def become_parameter(p: torch.Tensor, value: torch.Tensor, layout: Layout | None = None) -> None:
+    """Let a parameter be one of another value: who holds it goes on holding it.
+
+    Args:
+        layout: of a DTensor, of which ``value`` is this rank's part; None: it is plain.
+
+    Raises:
+        RuntimeError: as :func:`become`.
+    """
+    become(p, torch.nn.Parameter(value, requires_grad=p.requires_grad))
+    if layout is not None:
+        stamp(p, layout)._is_param = True
+
+
 def become(x: torch.Tensor, other: torch.Tensor) -> None:
     """Let a tensor be another; who holds it goes on holding it, with what a program has set on it.
 

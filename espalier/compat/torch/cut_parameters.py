@@ -18,8 +18,8 @@ from torch import nn
 
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
-from espalier.tensor import DTensor, lay_out, plain, stamp
-from espalier.tensor.dtensor import become, set_by_program, set_class
+from espalier.tensor import DTensor, lay_out, plain
+from espalier.tensor.dtensor import become_parameter, set_by_program, set_class
 
 _LayoutOf = Callable[[torch.Tensor], Layout]
 _HOW, OWNER = "_how_cut", "_fully_sharded"  # how it is to be cut; the outermost module, weakly
@@ -32,10 +32,9 @@ def _cut(p: Any) -> DTensor:
     layout = layout_of(p)
     with torch.no_grad():
         local = plain(lay_out(p, layout, source=None))
-    become(p, nn.Parameter(local, requires_grad=p.requires_grad))
-    cut = stamp(p, layout)
-    cut._is_param = cut._is_cut_early = True  # type: ignore[attr-defined]
-    vars(cut)[OWNER] = owner
+    become_parameter(p, local, layout)
+    vars(p).update({"_is_cut_early": True, OWNER: owner})
+    cut: DTensor = p
     return cut
 
 
@@ -121,5 +120,5 @@ def made_whole(module: nn.Module) -> None:
     for p in parameters_in(module):
         vars(p).pop(OWNER, None)
         if type(p) is DTensor:
-            become(p, nn.Parameter(p.detach().full_tensor(), requires_grad=p.requires_grad))
+            become_parameter(p, p.detach().full_tensor())
             vars(p).pop("_is_cut_early", None)

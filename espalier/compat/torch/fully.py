@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 from espalier.blocks import parameters_in
-from espalier.comm.control import gather_objects
+from espalier.comm.control import any_says
 from espalier.compat.common import LateModule, plan_for_world, precision_of, world_size
 from espalier.compat.torch.cut_parameters import (
     OWNER,
@@ -95,7 +95,7 @@ def sharding_of(
 
 def mesh_of(plan: Plan) -> Mesh:
     """The mesh of a plan, without ``tensor`` if that has one rank: as torch's scripts have it."""
-    return Mesh.from_env({name: n for name, n in plan.axes.items() if name != "tensor" or n > 1})
+    return Mesh.from_env(plan.bare_axes)
 
 
 class FSDPModule:
@@ -342,10 +342,7 @@ class _Fully:
     def _settle_early(self, module: nn.Module) -> None:
         """Have all ranks go on with parameters that are cut, if a program has asked of some on any rank."""
         mesh = mesh_of(plan_for_world(self.said, self._plan))
-        is_early = is_cut(module)
-        if mesh.size() > 1:
-            is_early = any(gather_objects(is_early, mesh))
-        if not is_early:
+        if not any_says(is_cut(module), mesh):
             left_plain(module)
             return
         cut_all(module)

@@ -35,7 +35,7 @@ from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor import DTensor, full_tensor, redistribute
-from espalier.tensor.dtensor import become
+from espalier.tensor.dtensor import become_parameter
 from espalier.tensor.modules import distribute_module, lay_out_parameter
 from espalier.torch_private import forward_hooks
 
@@ -370,7 +370,7 @@ def unstyled(model: nn.Module) -> tuple[list[Mesh], dict[str, str], bool]:
             vars(module).pop("_distribute_module_applied", None)
     for p in parameters_in(model) if meshes else ():
         if isinstance(p, DTensor) and p.device_mesh in meshes:
-            become(p, nn.Parameter(full_tensor(p.detach()), requires_grad=p.requires_grad))
+            become_parameter(p, full_tensor(p.detach()))
     return list(meshes), table, cuts_sequences
 
 
