@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.autograd import forward_ad
 from torch.nn.functional import l1_loss
 from torch.nn.utils import parametrize
 from torch.optim import optimizer as optimizers
+
+from espalier.meanwhile import having
 
 try:
     # ---- torch functions: on, off, and the modes that see them
@@ -646,16 +648,9 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-@contextmanager
-def unchecked_distributions() -> Iterator[None]:
+def unchecked_distributions() -> AbstractContextManager[None]:
     """While open, distributions do not look at their arguments, unless they are told to."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
+    return having(torch.distributions.Distribution, _validate_args=False)
 
 
 @contextmanager
@@ -672,14 +667,8 @@ def as_in_backward(has_gradient: Callable[[Any], bool]) -> Iterator[None]:
         "_current_graph_task_id": lambda: number,
         "_will_engine_execute_node": lambda node: has_gradient(getattr(node, "variable", None)),
     }
-    held = {name: getattr(torch._C, name) for name in asked}
-    try:
-        for name, answer in asked.items():
-            setattr(torch._C, name, answer)
+    with having(torch._C, **asked):
         yield
-    finally:
-        for name, was in held.items():
-            setattr(torch._C, name, was)
 
 
 # ---- functions of torch that are wrapped: those that don't ask ``__torch_function__``

@@ -19,6 +19,7 @@ import torch.distributed.nn.functional as dist_functions
 from torch.overrides import TorchFunctionMode
 
 from espalier.layout import Layout, same_data
+from espalier.meanwhile import having
 from espalier.sharding.spec import special
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.observers import user_frame
@@ -45,7 +46,6 @@ _OTHERS = {
     "all_to_all": "output_tensor_list",
     "all_to_all_single": "output",
 }
-_BARRIERS = ("barrier", "monitored_barrier")
 _OF_TWO = ("send", "isend", "recv", "irecv")
 _ALIKE = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
@@ -140,15 +140,9 @@ def barriers_passed(seen: Callable[[], Any] = lambda: None) -> Iterator[None]:
         seen()
         return Ended() if async_op else None
 
-    places = [(module, name) for module in (dist, dist.distributed_c10d) for name in _BARRIERS]
-    held = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-    try:
-        for module, name, _ in held:
-            setattr(module, name, passed)
+    barriers = dict.fromkeys(("barrier", "monitored_barrier"), passed)
+    with having(dist, **barriers), having(dist.distributed_c10d, **barriers):
         yield
-    finally:
-        for module, name, was in held:
-            setattr(module, name, was)
 
 
 def meets_ranks(func: Any) -> bool:
