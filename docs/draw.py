@@ -353,8 +353,9 @@ def _matrix(axes, x, y, columns, rows, edge, face, label, cut=None, hatch=False)
 
 _LIVES = {
     "cli": "train, verify, dry, run, doctor",
-    "train": "the trainer behind the command line: jobs, data, progress",
+    "train": "the trainer: jobs, data, progress",
     "engine": "initialize, forward / backward / step, the dry run",
+    "compat": "other systems' interfaces",
     "planner": "costs, search",
     "parallel": "the plan; strategies, schedules",
     "checkpoint": "save, load, reshard",
@@ -366,10 +367,13 @@ _LIVES = {
     "mesh": "named axes over ranks; how processes start",
     "models": "plain models, without a word of parallelism",
     "blocks": "of a model",
-    "files": "to disk and back",
-    "texts": "tables, mistakes",
-    "trees": "nested containers",
+    "files": "on disk",
+    "texts": "tables",
+    "trees": "containers",
+    "later": "slow imports",
+    "device": "what is known of devices",
     "torch_private": "every private name of torch",
+    "meanwhile": "values that hold for a while",
 }
 
 
