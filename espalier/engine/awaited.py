@@ -41,10 +41,10 @@ from espalier.engine.kept import (
     with_writes,
     without_data,
 )
-from espalier.engine.observing import Observers, Place
+from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
-from espalier.parallel.pipeline.record import Arguments, TorchState
+from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.trace import statistics
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
@@ -52,7 +52,7 @@ from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.observers import program_asks_kind, user_frame
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
-from espalier.torch_private import FORWARD_HOOKS, all_given, asserts, memory_id, raw, version_of
+from espalier.torch_private import all_given, asserts, memory_id, raw
 from espalier.trees import leaves, tree_map
 
 _STORED = frozenset("layout is_sparse is_quantized is_nested".split())
@@ -441,7 +441,7 @@ class Awaited(Kept):
                 model is written into it.
         """
         if self._seen_at is not None:
-            raise TypeError(_LOOKS)
+            raise TypeError(ONLY_LOOKS)
         args, kwargs = self._writable(args, kwargs)
         if self._may_be_shared():
             return self._write_in_order(func, args, kwargs)
@@ -449,7 +449,7 @@ class Awaited(Kept):
         if isinstance(made, Awaited):
             self._step, self._is_drawn = made._step, made._is_drawn
         else:  # it is there already: drawn at random
-            self._step = _step(self._source, _itself, (made,), {})
+            self._step = step_of(self._source, _itself, (made,), {})
             self._is_drawn = False
         self._known = self._shape = None
         self._is_own = True
@@ -590,56 +590,6 @@ def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
     return tree_map(enter, inputs, SOUGHT), made_by
 
 
-def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
-    """Call the program's hooks on modules that look, with what they see of a call of the model.
-
-    Raises:
-        TypeError: one writes to that.
-    """
-    if torch.is_grad_enabled() and not call.is_own:
-        warnings.warn(_SEEN, stacklevel=user_frame()[0])
-    args, named = _arguments(inputs)
-    for hook in observers.of_model(FORWARD_HOOKS[0]):
-        given = (args, named) if hook.takes_named(observers.module) else (args,)
-        observers.call(hook, given)
-    for sight in call.sights:
-        tensors = leaves(sight.args, torch.Tensor)
-        stand: dict[int, Any] = {}
-        stand |= {id(x): _seen(call, x, Place(sight.hook, sight.call, i)) for i, x in enumerate(tensors)}
-        versions = [version_of(x) for x in tensors]
-        observers.call(sight.hook, tree_map(partial(_stood_for, stand), sight.args, SOUGHT))
-        if versions != [version_of(x) for x in tensors]:
-            raise TypeError(_LOOKS)
-    for hook in observers.of_model(FORWARD_HOOKS[1]):
-        took = (args, named) if hook.takes_named(observers.module) else (args,)
-        observers.call(hook, (*took, out))
-
-
-def _stood_for(stand: Mapping[int, Any], x: Any) -> Any:
-    return stand.get(id(x), x)
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Arguments):
-        return inputs.args, inputs.named
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-
-
-def _seen(call: Source, value: torch.Tensor, place: Place) -> Any:
-    """What a hook gets for a tensor."""
-    if not torch.is_grad_enabled():
-        return value
-    leaf = value.view_as(value)
-    if value.is_floating_point() and not call.is_own:
-        call.made_by[id(leaf.requires_grad_())] = place
-        call.leaves.append(leaf)
-    x = Awaited(call, _step(call, torch.Tensor.view_as, (leaf, leaf), {}))
-    x._known, x._seen_at = value, place
-    return x
-
-
 def _value_of(x: Any) -> Any:
     return x.value() if isinstance(x, Awaited) else x
 
@@ -718,7 +668,7 @@ def _of_calls(
                 x._step.args[0]._is_used = True  # its method was called
     source = awaited[0]._source
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
-    made = Awaited(source, _step(source, func, held, named))
+    made = Awaited(source, step_of(source, func, held, named))
     is_over = source.has_gone_back and func not in _PARTS and not made._wants_grad()
     if not made._only_computes():
         if made._draws():
@@ -730,7 +680,8 @@ def _of_calls(
     return made.value() if is_over else made  # as metrics take it: a tensor
 
 
-def _step(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+def step_of(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+    """A call that is made now, and kept."""
     given = leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT)
     written = set(map(id, statistics(func, args, kwargs)))  # by the call itself
     marks = marks_of(x for x in given if id(x) not in written)
@@ -1095,15 +1046,6 @@ _WRITTEN = (
     "something, the model's output say; or what has a gradient in another call of the model is written into "
     "it. Make a new one: x = x.clone() first, or call what gives one (torch.where, the function without the "
     "underscore)."
-)
-_LOOKS = (
-    "A forward hook writes to what its module gives or is given, and returns nothing. In a pipeline such a "
-    "hook only looks: return what is to be in its place."
-)
-_SEEN = (
-    "Modules have forward hooks, which are called on all ranks with what the modules compute. For that the "
-    "model runs once more, without gradients, each time it is called. Quicker is a forward that returns it; "
-    "or remove() hooks that are not needed any more."
 )
 _SLOW = (
     "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "

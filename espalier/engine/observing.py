@@ -306,3 +306,9 @@ def _whole(x: Any) -> Any:
 
 def _on(device: torch.device, x: Any) -> Any:
     return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
+ONLY_LOOKS = (
+    "A forward hook writes to what its module gives or is given, and returns nothing. In a pipeline such a "
+    "hook only looks: return what is to be in its place."
+)

@@ -20,9 +20,10 @@ from espalier.comm.collectives import broadcast, sum_whole, swap_with
 from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
-from espalier.engine.awaited import Awaited, entering, let_look
+from espalier.engine.awaited import Awaited, entering
 from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
+from espalier.engine.looks import let_look
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers

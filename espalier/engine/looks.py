@@ -1,0 +1,65 @@
+"""What hooks that look are shown, when the program calls a model in stages (``espalier.engine.observing``)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from espalier.engine.awaited import Awaited, step_of
+from espalier.engine.awaited_source import Source
+from espalier.engine.kept import SOUGHT
+from espalier.engine.observing import ONLY_LOOKS, Observers, Place
+from espalier.parallel.pipeline.record import called
+from espalier.tensor.observers import user_frame
+from espalier.torch_private import FORWARD_HOOKS, version_of
+from espalier.trees import leaves, tree_map
+
+
+def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
+    """Call the program's hooks on modules that look, with what they see of a call of the model.
+
+    Raises:
+        TypeError: one writes to that.
+    """
+    if torch.is_grad_enabled() and not call.is_own:
+        warnings.warn(_SEEN, stacklevel=user_frame()[0])
+    args, named = called(lambda *args, **named: (args, named), inputs)
+    for hook in observers.of_model(FORWARD_HOOKS[0]):
+        observers.call(hook, (args, named) if hook.takes_named(observers.module) else (args,))
+    for sight in call.sights:
+        tensors = leaves(sight.args, torch.Tensor)
+        stand = {id(x): _seen(call, x, Place(sight.hook, sight.call, i)) for i, x in enumerate(tensors)}
+        versions = [version_of(x) for x in tensors]
+        observers.call(sight.hook, _with(stand, sight.args))
+        if versions != [version_of(x) for x in tensors]:
+            raise TypeError(ONLY_LOOKS)
+    for hook in observers.of_model(FORWARD_HOOKS[1]):
+        took = (args, named) if hook.takes_named(observers.module) else (args,)
+        observers.call(hook, (*took, out))
+
+
+def _with(stand: dict[int, Any], args: Any) -> Any:
+    """Arguments with what stands for their tensors."""
+    return tree_map(lambda x: stand.get(id(x), x), args, SOUGHT)
+
+
+def _seen(call: Source, value: torch.Tensor, place: Place) -> Any:
+    """What a hook gets for a tensor."""
+    if not torch.is_grad_enabled():
+        return value
+    leaf = value.view_as(value)
+    if value.is_floating_point() and not call.is_own:
+        call.made_by[id(leaf.requires_grad_())] = place
+        call.leaves.append(leaf)
+    x = Awaited(call, step_of(call, torch.Tensor.view_as, (leaf, leaf), {}))
+    x._known, x._seen_at = value, place
+    return x
+
+
+_SEEN = (
+    "Modules have forward hooks, which are called on all ranks with what the modules compute. For that the "
+    "model runs once more, without gradients, each time it is called. Quicker is a forward that returns it; "
+    "or remove() hooks that are not needed any more."
+)
