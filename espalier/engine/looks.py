@@ -1,4 +1,4 @@
-"""What hooks that look are shown, when the program calls a model in stages (``espalier.engine.observing``)."""
+"""What hooks that look are shown when the program calls a model in stages: see ``observing.py``."""
 
 from __future__ import annotations
 
