@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.comm.control import Ballot, any_says, gather_objects
+from espalier.comm.control import Ballot, gather_objects, numbers_of_all
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline import ActionKind
 from espalier.parallel.pipeline.observed import Observed, is_of_modules, only_looks
@@ -283,10 +283,12 @@ class Observers:
         """Those that there are now."""
         return self._hooks
 
-    def missed(self, places: Iterable[Place]) -> bool:
-        """Whether the gradient of one of these has reached no stage (a collective)."""
-        reached = [any_says(place in self._reached, self._mesh) for place in places]
-        return not all(reached)
+    def missed(self, places: Collection[Place]) -> bool:
+        """Whether the gradient of one of these has reached no stage (a collective, where there are any)."""
+        if not places:
+            return False
+        by_rank = numbers_of_all([int(place in self._reached) for place in places], self._mesh)
+        return not all(map(any, zip(*by_rank, strict=True)))
 
     def gradients(self) -> Gradients:
         """Those that were seen, of all stages, on all ranks (a collective)."""

@@ -9,7 +9,7 @@ that it writes to, as batch norm's, are written to then, and by no later pass of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any, NoReturn, Protocol
@@ -539,7 +539,7 @@ class ModelRun:
         """By which the engine multiplies losses."""
         return 1 if self._passes.scaler is None else self._passes.scaler.scale
 
-    def _tell_of_gradients(self, seen: Iterable[Place]) -> None:
+    def _tell_of_gradients(self, seen: Collection[Place]) -> None:
         """Call hooks that see gradients, with those of the pass that was made.
 
         Raises:
