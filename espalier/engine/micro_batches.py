@@ -24,6 +24,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.pipeline import ActionKind, Schedule
+from espalier.parallel.pipeline.left import LeftByForwards
 from espalier.parallel.pipeline.programs import sendable
 from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
@@ -104,6 +105,7 @@ class MicroBatches:
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, DeferredWeightGrads()
         self._put_off: set[tuple[int, int]] = set()
+        self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in of.stages.local}
         self._device = mesh.device()
         self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
         self._dice: Dice | None = None
@@ -195,11 +197,17 @@ class MicroBatches:
             if whole and not is_dry and last in local and self._followed is not None
             else nullcontext(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                for left in self._left.values():
+                    left.go_on()
 
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
+        if torch.is_grad_enabled():
+            self._left[stage].forward(micro_batch)
         with self._puts_off(programs[stage]) if put_off else nullcontext():
             if stage + 1 < len(programs):
                 return taken_apart(self._computed(micro_batch, programs[stage], received, runner))[0]
@@ -217,6 +225,11 @@ class MicroBatches:
             _warn_of_draws(program.number)
             restore(self._device, ends)  # as all other ranks
         return out
+
+    def _left_by(self, stage: int) -> dict[str, torch.Tensor]:
+        """What forwards of a stage write to."""
+        programs = dict.fromkeys(of.stages[stage] for of in self._splits)
+        return {name: x for program in programs for name, x in program.left().items()}
 
     def _puts_off(self, program: StageProgram) -> AbstractContextManager[None]:
         if not self._of.mesh.is_dry:
@@ -275,14 +288,17 @@ class MicroBatches:
             one = torch.full_like(bare, scale)
             return one if weight is None else one * weight.to(one)
 
-    def hold_backward(self, stage: int) -> None:
+    def hold_backward(self, stage: int, micro_batch: int) -> None:
+        self._left[stage].backward(micro_batch)
         self._part(stage).hold()
 
-    def begin_backward(self, stage: int, last: bool) -> None:
+    def begin_backward(self, stage: int, micro_batch: int, last: bool) -> None:
+        self._left[stage].backward(micro_batch)
         self._part(stage).begin(last)
 
-    def end_backward(self, stage: int) -> None:
+    def end_backward(self, stage: int, micro_batch: int) -> None:
         self._later.do()
+        self._left[stage].end(micro_batch)
         self._part(stage).flush()
 
     def _part(self, stage: int) -> Gradients:

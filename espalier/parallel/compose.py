@@ -505,6 +505,10 @@ class WholeProgram(StageProgram):
         """The buffers that it uses."""
         return [] if self._whole is None else list(self._whole.buffers())
 
+    def left(self) -> dict[str, torch.Tensor]:
+        """Nothing: a micro-batch goes back before the next one writes to anything."""
+        return {}
+
 
 class Undivided:
     """A model as stages of which the last has all, as :class:`~espalier.parallel.pipeline.split.Split`."""

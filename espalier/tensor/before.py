@@ -57,7 +57,7 @@ class Before:
             self._held = dict(tensors)
         else:
             self._held = {name: tensors[name] for name in written if name in tensors}
-        self._values = _values(self._held)
+        self._values = values_of(self._held)
         self._marks = {name: written_mark(x) for name, x in tensors.items()}
 
     def settle(self) -> set[str]:
@@ -91,12 +91,12 @@ class Before:
         inner = _put_back(x for x, _ in self._inner)
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
-        values = _values(before)
+        values = values_of(before)
         hooks = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
         self.put()
 
         def back() -> None:
-            _put(before, values)
+            put_values(before, values)
             for held, later in hooks:
                 _take_new(held, later)
                 held.update({key: hook for key, hook in later.items() if key not in held})
@@ -122,7 +122,7 @@ class Before:
             _take_new(hooks, known)
         if self._generators is not None:
             self._generators.restore()
-        _put(self._held, self._values)
+        put_values(self._held, self._values)
 
 
 def _take_new(hooks: dict[int, Any], known: Container[int]) -> None:
@@ -239,13 +239,15 @@ def _is_elsewhere(x: torch.Tensor) -> bool:
     return isinstance(source, StandIn) and source.is_elsewhere
 
 
-def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def values_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of what this rank has of tensors."""
     await_values(tensors.values())
     with raw(), torch.no_grad():
         return {name: plain(x.detach()).clone() for name, x in tensors.items()}
 
 
-def _put(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+def put_values(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Let tensors have values that they had."""
     await_values(tensors.values())
     with raw(), torch.no_grad():
         for name, value in values.items():

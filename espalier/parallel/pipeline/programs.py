@@ -25,6 +25,9 @@ from espalier.parallel.pipeline.record import (
     mapped,
     name_of,
 )
+from espalier.tensor.before import is_of_torch
+
+_STATISTICS = frozenset("running_mean running_var num_batches_tracked".split())
 
 
 class SentValue(NamedTuple):
@@ -206,6 +209,15 @@ class Divided:
             if self.stage(unit.start) == stage:
                 names |= self._uses(unit)
         return names
+
+    def left(self, stage: int) -> set[str]:
+        """The parameters and buffers that it writes to, but for those on which no gradient hangs."""
+        return {name for name in self.uses(stage) & self.trace.written if not self._is_statistic(name)}
+
+    def _is_statistic(self, name: str) -> bool:
+        """Whether it is a running mean of one of torch's norms."""
+        owner, _, key = name.rpartition(".")
+        return key in _STATISTICS and is_of_torch(self._modules[owner])
 
     def _uses(self, unit: CallSpan) -> set[str]:
         names = self._named(n for op in self.trace.ops[unit.start : unit.end] for n in op.reads)

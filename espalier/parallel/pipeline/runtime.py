@@ -94,13 +94,13 @@ class StageWork(Protocol):
     def weight(self, micro_batch: int) -> torch.Tensor:
         """The gradient with which the backward pass of a loss begins, plain."""
 
-    def hold_backward(self, stage: int) -> None:
+    def hold_backward(self, stage: int, micro_batch: int) -> None:
         """Before a backward pass for a stage's inputs: weights that cannot wait get gradients in it."""
 
-    def begin_backward(self, stage: int, last: bool) -> None:
+    def begin_backward(self, stage: int, micro_batch: int, last: bool) -> None:
         """Before weights get gradients; ``last``: for the last time in this step."""
 
-    def end_backward(self, stage: int) -> None:
+    def end_backward(self, stage: int, micro_batch: int) -> None:
         """After it: they get what was put off while their inputs' gradients were on their way."""
 
 
@@ -394,7 +394,7 @@ class Runtime:
                     grads, live.edges = [*compress(grads, there)], [*compress(live.edges, there)]
         leaves = live.leaves
         if parted:
-            self._work.hold_backward(stage)
+            self._work.hold_backward(stage, micro)
             live.later = backward_for_inputs(live.edges, grads, leaves, self._mesh.is_dry)
         else:
             self._begin(action)
@@ -431,7 +431,8 @@ class Runtime:
         return gradients
 
     def _begin(self, action: Action) -> None:
-        self._work.begin_backward(action.stage, self._last[action.stage] == action)
+        _, stage, micro = action
+        self._work.begin_backward(stage, micro, self._last[stage] == action)
 
     def _end(self) -> None:
         """The end of a backward pass, behind the messages that follow it."""
@@ -442,7 +443,7 @@ class Runtime:
 
     def _ended(self, action: Action) -> None:
         del self.live[action.stage, action.micro_batch]
-        self._work.end_backward(action.stage)
+        self._work.end_backward(action.stage, action.micro_batch)
 
 
 def _check(outs: Sequence[torch.Tensor], wires: Sequence[Wire], stage: int) -> None:

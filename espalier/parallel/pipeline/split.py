@@ -74,6 +74,7 @@ class StageProgram:
         self.inputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._in)
         self.outputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._out)
         self.uses = divided.uses(number)
+        self._leaves = divided.left(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self.steps = self._body.steps
@@ -155,6 +156,10 @@ class StageProgram:
         """The buffers that it uses."""
         return [table[key] for table, key in self._buffers]
 
+    def left(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that its forward writes to, by name, whose values gradients hang on."""
+        return {name: x for name, table, key in self._left if (x := table.get(key)) is not None}
+
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output, of the tensors in it."""
         remaining = iter(tensors)
@@ -173,6 +178,9 @@ class StageProgram:
         places = [(self._modules[owner], key) for owner, _, key in (n.rpartition(".") for n in self.uses)]
         self._parameters = [(own_parameters(m), key) for m, key in places if key in own_parameters(m)]
         self._buffers = [(own_buffers(m), key) for m, key in places if key in own_buffers(m)]
+        tables = [own_parameters(m) if key in own_parameters(m) else own_buffers(m) for m, key in places]
+        named = zip(self.uses, tables, places, strict=True)
+        self._left = [(name, table, key) for name, table, (_, key) in named if name in self._leaves]
 
 
 class Split:
