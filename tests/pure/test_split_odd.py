@@ -470,3 +470,65 @@ def test_sparse_tensors_are_told(held: torch.layout | None, given: torch.layout,
     model = Graphs(None if held is None else graph(held), makes="gives" in said)
     with pytest.raises(SplitError, match=said):
         split(model, 2, (torch.ones(5, 6), graph(given)))
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps what blocks give, and finds what they were given by going back, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, blocks: Any) -> torch.Tensor:
+        for block in blocks:
+            first, second = x.chunk(2, -1)
+            first = first + block(second)
+            x = torch.cat([second, first], -1)
+        ctx.out, ctx.blocks = x.detach(), list(blocks)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, (grad,) = ctx.out, grads
+        for block in reversed(ctx.blocks):
+            (second, first), (of_second, of_first) = x.chunk(2, -1), grad.chunk(2, -1)
+            with torch.enable_grad():
+                second = second.detach().requires_grad_()
+                added = block(second)
+                added.backward(of_first)
+            assert second.grad is not None
+            x = torch.cat([first - added.detach(), second.detach()], -1)
+            grad = torch.cat([of_first, of_second + second.grad], -1)
+        return grad, None
+
+
+class ReversibleTrunk(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Reversible.apply(x, self.blocks)
+        return out
+
+
+class AroundTrunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.trunk, self.out = nn.Linear(8, 8), ReversibleTrunk(6), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.trunk(self.enter(x)))
+        return out
+
+
+def test_autograd_functions_that_call_modules_lie_in_one_stage() -> None:
+    model: nn.Module = AroundTrunk().double()
+    found = split(model, 2, X)
+    assert found.cuts == ("trunk",)
+    equal(model, X, found, exact=False)
+    (why,) = found.whole
+    assert "Reversible, an autograd function, is called in the forward of 'trunk'" in str(why)
+    model = nn.Sequential(nn.Linear(8, 8), *(ReversibleTrunk(2) for _ in range(4))).double()
+    found = split(model, 2, X)
+    assert found.cuts == ("3",) and not found.whole
+    equal(model, X, found, exact=False)
+    with pytest.raises(SplitError, match="Reversible, an autograd function, .* uses modules itself"):
+        split(ReversibleTrunk(4).double(), 2, X)

@@ -55,6 +55,7 @@ from espalier.tensor.before import is_of_torch
 from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.fallback import function_of
 from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.across_ranks import as_if_all_had_it, barriers_passed, meets_ranks
@@ -305,6 +306,10 @@ class _Hidden(Exception):
     """A module does what cannot be followed, but may be called whole."""
 
 
+class _OwnBackward(_Hidden):
+    """An autograd function uses parameters of modules that are none of its arguments."""
+
+
 class _DrawnError(Exception):
     """A module has drawn random numbers that are not torch's, and nobody watches which."""
 
@@ -333,6 +338,7 @@ class _Recorder(TorchFunctionMode):
         )
         self._path: list[int] = []
         self._quiet = 0
+        self._within: list[nn.Module] = []  # modules that are called by what is not looked into
         self._meets = False
         self._drawn: Generators | None = None
         self._buffers: set[int] = set()
@@ -391,6 +397,8 @@ class _Recorder(TorchFunctionMode):
     def module(self, go: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """In the place of the call of a module."""
         name = self._names.get(id(module))
+        if self._quiet:
+            self._within.append(module)
         if name is None or self._quiet:  # made by the forward itself
             return go(module, *args, **kwargs)
         t = self.trace
@@ -431,6 +439,14 @@ class _Recorder(TorchFunctionMode):
         self._drawn = self._drawn or Generators()
 
     def refused(self, name: str, error: Exception) -> ValuesError:
+        if isinstance(error, _OwnBackward):
+            return ValuesError(
+                name,
+                f"{type(self.model).__name__} cannot be split: {error}, an autograd function, is called in "
+                f"the forward of {name or 'the model'!r}, which is to be divided among stages, and uses "
+                "modules itself. What it does forward and backward lies in one stage. Call it in a module of "
+                "its own for as many blocks as a stage is to have.",
+            )
         said = str(error) if isinstance(error, _Hidden) else f"{type(error).__name__}: {error}"
         return ValuesError(
             name,
@@ -523,6 +539,8 @@ class _Recorder(TorchFunctionMode):
             return self._has_grad(numbers[0])
         if name == "__set__":
             raise _Hidden(f"it sets the attribute {func.__self__.__name__!r} of a tensor")  # type: ignore[attr-defined]
+        if (function := function_of(func)) is not None:
+            call = partial(self._by_itself, function, numbers, leaves((args, kwargs), nn.Module))
         self.worked.begin()
         try:
             # what needs a gradient is followed here: what is real could not get one from what is fake
@@ -531,7 +549,7 @@ class _Recorder(TorchFunctionMode):
         except DataDependentOutputException as error:
             raise _Hidden(f"{name_of(func)} reads what the model computes") from error
         except Exception as error:
-            if isinstance(error, _HIDDEN) or not any(isinstance(x, FakeTensor) for x in tensors):
+            if isinstance(error, (_Hidden, *_HIDDEN)) or not any(isinstance(x, FakeTensor) for x in tensors):
                 raise
             raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
         if name == "to" and any(out is x for x in tensors):
@@ -564,6 +582,21 @@ class _Recorder(TorchFunctionMode):
             self._changing |= {self.trace.values[n].storage for n in makes}
         out_refs = mapped(self.ref, out)
         self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
+        return out
+
+    def _by_itself(
+        self, function: type, numbers: tuple[int, ...], given: list[nn.Module], *args: Any, **kwargs: Any
+    ) -> Any:
+        """What an autograd function gives: it is one call, whatever modules it calls."""
+        self._quiet += 1
+        self._within = []
+        try:
+            out = function.apply(*args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            self._quiet -= 1
+        known = {id(self.trace.values[n].tensor) for n in numbers}
+        if any(id(p) not in known for m in (*given, *self._within) for p in parameters_in(m)):
+            raise _OwnBackward(function.__name__)
         return out
 
     def _is_changing(self, numbers: tuple[int, ...]) -> bool:
