@@ -87,6 +87,11 @@ class Reads:
         """Whose they are (a class, say), in which table they stand, and under which name."""
         return [(owner, table, name) for (owner, table), name in self._places.values()]
 
+    def says(self, name: str) -> bool:
+        """Whether one of the functions has that name in its code, an attribute's say."""
+        functions = (x for x in self._seen.values() if isinstance(x, types.FunctionType))
+        return any(name in names_in(f.__code__) for f in functions if not is_known(f))
+
     def now(self) -> list[Any]:
         """The values that stand there."""
         return [_value_in(table, name) for _, table, name in self.places]

@@ -191,6 +191,8 @@ class Trace:
         answers: what was asked of tensors (``bool(x)``, ``x[:, i]``), in order, each with the number of the
             innermost call around it, and that of the operation that asked, if it is one.
         meets: names of modules that were called whole, and call collectives, or wait at barriers.
+        may_write: names of modules that were called whole on some values, and may write to what they hold on
+            others: their code says ``.data``. What is written otherwise torch counts.
     """
 
     device: torch.device
@@ -213,6 +215,7 @@ class Trace:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
     meets: set[str] = field(default_factory=set)
+    may_write: set[str] = field(default_factory=set)
 
     @property
     def written(self) -> set[str]:

@@ -484,6 +484,8 @@ class _Recorder(TorchFunctionMode):
             self._quiet -= 1
         if self._meets:
             self.trace.meets.add(name)
+        inner = (m for m in module.modules() if not is_of_torch(m) and Reads([m]).says("data"))
+        self.trace.may_write |= {self._names[id(m)] for m in inner if id(m) in self._names}
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters_in(module))
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
         grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
