@@ -33,6 +33,7 @@ from espalier.torch_private import FORWARD_HOOKS, HOOKS
 from espalier.trees import ATOMS
 
 _WAIT = timedelta(seconds=60)  # for ranks that come later to a call of the model
+_WAIT_AGAIN = timedelta(seconds=5)  # where they did not come once
 
 
 class Sight(NamedTuple):
@@ -98,6 +99,7 @@ class Observers:
         self._hooks: list[Observed] = []  # as they are, and where
         self._taken: list[tuple[str, str]] = []
         self._is_agreed = False  # that all ranks have these
+        self._came_alone = False  # once to a ballot
         self._told = set[str]()
         self._modules: frozenset[nn.Module] = frozenset()
         self._is_quiet = False
@@ -128,20 +130,36 @@ class Observers:
         self._calls += 1
         all_hooks = (x for hooks in self._tables for x in hooks.values()) if has_any else ()
         self._hooks = [x for x in all_hooks if isinstance(x, Observed)]
-        taken = [(x.module, x.table) for x in self._hooks]
-        if taken != self._taken:
-            self._taken = taken
+        taken, before = [(x.module, x.table) for x in self._hooks], self._taken
+        self._taken = taken
+        if self._is_agreed:
+            self._is_agreed = self._all_have_them_yet(before) and bool(taken)
+        elif taken != before:
             self._is_agreed = bool(taken) and self._all_have_them()
 
+    def _said(self) -> bytes:
+        return hashlib.sha256(repr(self._taken).encode()).digest()
+
     def _all_have_them(self) -> bool:
-        """Whether all ranks have the same; who has some that others do not have waits, once."""
-        said = hashlib.sha256(repr(self._taken).encode()).hexdigest()
-        if self._ballot is None or self._ballot.all_come(f"{self._calls}/{said}", _WAIT):
+        """Whether all ranks have the same; who has some that others do not have waits for them."""
+        within = _WAIT_AGAIN if self._came_alone else _WAIT
+        if self._ballot is None or self._ballot.all_come(f"{self._calls}/{self._said().hex()}", within):
             return self._ballot is not None
+        self._came_alone = True
         warnings.warn(
-            f"Module {self._taken[0][0]!r} has a hook on this rank, and not on all. Such a hook is called "
-            "where its module is, if that is here, with what a stage computes. Register hooks on all ranks: "
-            "they are called on all then.",
+            f"Module {self._taken[0][0]!r} has a hook on this rank, and not on all. {_ALONE}",
+            stacklevel=user_frame()[0],
+        )
+        return False
+
+    def _all_have_them_yet(self, before: Sequence[tuple[str, str]]) -> bool:
+        """Whether all ranks have the same, as they had before (a collective: who has none now comes, too)."""
+        said = int.from_bytes(self._said()[:7], "big")
+        if len({number for (number,) in numbers_of_all([said], self._mesh)}) == 1:
+            return True
+        module, _ = min({*before} ^ {*self._taken} or before)
+        warnings.warn(
+            f"A hook on module {module!r} was registered or removed on some ranks, and not on all. {_ALONE}",
             stacklevel=user_frame()[0],
         )
         return False
@@ -310,6 +328,10 @@ def _on(device: torch.device, x: Any) -> Any:
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
+_ALONE = (
+    "Such a hook is called where its module is, if that is here, with what a stage computes. Register hooks "
+    "on all ranks, and remove them on all: they are called on all then."
+)
 ONLY_LOOKS = (
     "A forward hook writes to what its module gives or is given, and returns nothing. In a pipeline such a "
     "hook only looks: return what is to be in its place."

@@ -352,6 +352,35 @@ def test_hooks_of_one_rank_and_those_that_hide_what_they_do(ranks: Any) -> None:
     ranks(2, apart)
 
 
+def removed(rank: int, world: int) -> None:
+    """A hook that all ranks had, and one has no more."""
+    torch.manual_seed(0)
+    before, seen = torch.get_default_dtype(), list[Any]()
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain = net()
+        expected = [F.cross_entropy(plain(x), y).item() for x, y in map(batch, range(3))]
+        model = espalier.prepare(plain, plan={"pipe": 2})
+        handle = plain[0].register_forward_hook(lambda module, args, out: seen.append(out.sum().item()))
+        for step in range(3):
+            x, y = batch(step)
+            if step == 1 and rank == 1:
+                handle.remove()
+            told = nullcontext() if step != 1 else pytest.warns(UserWarning, match="removed on some ranks")
+            with told:
+                loss = F.cross_entropy(model(x), y)
+            assert abs(loss.item() - expected[step]) < TOLERANCE
+            loss.backward()
+            assert step or len(seen) == 1
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:Modules have forward hooks")
+def test_hooks_removed_on_one_rank_are_told_at_once(ranks: Any) -> None:
+    ranks(2, removed)
+
+
 def test_what_only_looks_is_read_of_code() -> None:
     found: dict[str, Any] = {}
 
