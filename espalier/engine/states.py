@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -129,7 +130,38 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
         )
     for p in strange:
         del optimizer.state[p]
+    if elsewhere and type(vars(optimizer).get("state")) is defaultdict:
+        optimizer.state = _StatesOfStages(dict, optimizer.state)
     optimizer._has_others_states = True  # type: ignore[attr-defined]
+
+
+class _StatesOfStages(defaultdict[Any, Any]):
+    """States by parameters; of one in a stage of other ranks there are none here, and a look adds none."""
+
+    def __missing__(self, p: Any) -> Any:
+        if isinstance(p, DTensor) and not p._layout.mesh.is_member:
+            return _Elsewhere(self, p)
+        return super().__missing__(p)
+
+
+class _Elsewhere(dict[str, Any]):
+    """States of a parameter in a stage of other ranks: nothing, until an optimizer puts it there."""
+
+    def __init__(self, states: dict[Any, Any], p: DTensor) -> None:
+        super().__init__()
+        self._states, self._p = states, p
+
+    def __setitem__(self, name: str, x: Any) -> None:
+        self._states[self._p] = self
+        super().__setitem__(name, x)
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"optimizer.state[p][{name!r}] of a parameter of the shape {list(self._p.shape)} that lies in a "
+            "pipeline's stage of another rank: its states are there alone. Where all ranks call it, "
+            "optimizer.state_dict()['state'] has those of all parameters, by their numbers. Where each rank "
+            "is to work on those it has, ask first: if p in optimizer.state."
+        )
 
 
 def _keep_precision(optimizer: torch.optim.Optimizer) -> None:
