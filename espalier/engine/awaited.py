@@ -42,6 +42,7 @@ from espalier.engine.kept import (
     without_data,
 )
 from espalier.engine.observing import ONLY_LOOKS, Place
+from espalier.engine.of_gradients import is_of_inputs, with_graph
 from espalier.engine.row_order import picked, picks
 from espalier.engine.seen import gradient_seen
 from espalier.parallel.pipeline.record import TorchState
@@ -955,14 +956,17 @@ def _gradients(
     sought = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]
+    is_simple = not is_grads_batched and not isinstance(loss, _Sum)
+    if create_graph and is_simple and is_of_inputs(loss._source, sought):
+        return with_graph(loss, sought, allow_unused, materialize_grads)
     asks_for_more = create_graph or is_grads_batched
     is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
     if asks_for_more or is_made or (beside and isinstance(loss, _Sum)):
         raise TypeError(
             "torch.autograd.grad: In a pipeline it gives the gradients of a loss with respect to the model's "
-            "parameters, its inputs, and parameters of the loss. Others, and those of gradients "
-            "(create_graph=True), are not where the loss is: take them in the model's forward, or train "
-            "under a plan without pipe."
+            "parameters, its inputs, and parameters of the loss; with create_graph=True those with respect "
+            "to inputs of one call that all ranks give whole. Others are not where the loss is: take them in "
+            "the model's forward, or train under a plan without pipe."
         )
     before = [x.grad for x in beside]
     try:

@@ -104,6 +104,15 @@ class Source(Protocol):
     def parameters(self) -> Iterable[torch.Tensor]:
         """The model's."""
 
+    def may_be_whole(self) -> bool:
+        """Whether its output can be computed whole on every rank, with a graph."""
+
+    def whole_output(self, stand: Mapping[int, torch.Tensor]) -> Any:
+        """Its output with a graph, as DTensors of all ranks; ``stand``: for some of its inputs, by ``id``."""
+
+    def on_all(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that all ranks have, as a DTensor."""
+
     def aside(self) -> AbstractContextManager[None]:
         """While open, gradients that there are do not count: they are as before after it."""
 

@@ -27,6 +27,7 @@ from espalier.engine.changed import marks_of, refuse_changed
 from espalier.engine.kept import cloned
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
+from espalier.engine.of_gradients import on_all_ranks, replaced, whole_output
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
@@ -73,6 +74,7 @@ class StagedPasses(Protocol):
     def before(self) -> Before: ...
     def hide(self) -> None: ...
     def lay_out(self, inputs: Any) -> None: ...
+    def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor: ...
     def written(self) -> tuple[int, int]: ...
     def output(self, inputs: Any) -> Any: ...
     def forward(self, batch: Any) -> torch.Tensor: ...
@@ -390,6 +392,23 @@ class ModelRun:
     def parameters(self) -> Iterable[torch.Tensor]:
         """The model's."""
         return parameters_in(self._passes.call.module)
+
+    def may_be_whole(self) -> bool:
+        """Whether no two stages have copies of a parameter, and this is no dry run."""
+        mesh = self._passes.mesh
+        return not mesh.is_dry and not mesh.copied
+
+    def whole_output(self, stand: Mapping[int, torch.Tensor]) -> Any:
+        """What the model gives, with a graph, as DTensors of all ranks."""
+        passes, mesh = self._passes, self._passes.mesh
+        self.lay_out()
+        inputs = replaced(self._inputs, stand, mesh)
+        with self._untouched(), self._as_called(), passes.call.autocast():
+            return whole_output(passes.call.module, passes.everywhere, mesh, inputs)
+
+    def on_all(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that all ranks have, as a DTensor."""
+        return on_all_ranks(x, self._passes.mesh)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
