@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import Board, agree, any_says, numbers_of_all
+from espalier.comm.control import Board, agree, any_says, compared_with_first, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
@@ -105,7 +106,12 @@ class Staged(Passes):
                 costs = self._measured(example)
             except SplitError as error:
                 unmeasured = error
-        stages = self._stages = Stages(module, self.plan, self.mesh, example, costs)
+        try:
+            stages = self._stages = Stages(module, self.plan, self.mesh, example, costs)
+        except SplitError:
+            self._refuse_unlike(["cannot be divided"])
+            raise
+        self._refuse_unlike(stages.split.described())
         if unmeasured is not None and not isinstance(stages.split, Undivided):
             raise unmeasured
         sample, rows = call.sample(batch), call.batches.share(batch)
@@ -116,6 +122,28 @@ class Staged(Passes):
         arrangement.parts = stages.parts
         stages.prepare(arrangement, call.mesh)
         return arrangement
+
+    def _refuse_unlike(self, found: list[str]) -> None:
+        """See that all ranks have divided the model alike.
+
+        Raises:
+            ValueError: they have not.
+        """
+        if self.mesh.is_dry:
+            return
+        said, alike = compared_with_first(self.mesh, b"", json.dumps(found).encode(), "stages")
+        if alike:
+            return
+        first = json.loads(said)
+        pairs = zip_longest(found, first, fillvalue="nothing more")
+        here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        where = f" Here: {here}; on the first rank: {there}." if here else ""
+        raise ValueError(
+            f"The model's forward is not the same on all ranks.{where} In a pipeline each rank finds the "
+            "stages by itself: what a forward computes, sets and writes to may not hang on which rank it is "
+            "(torch.distributed.get_rank(), environment variables). Do that outside of the model, with what "
+            "it gives; or train under a plan without pipe."
+        )
 
     def _example(self, x: Any) -> Any:
         """An input to trace the model on."""

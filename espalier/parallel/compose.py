@@ -531,6 +531,10 @@ class Undivided:
         """The same of another model."""
         return Undivided(model, len(self.stages))
 
+    def described(self) -> list[str]:
+        """What all ranks have to find alike, in words."""
+        return ["the model is not divided"]
+
     def at_all(self, batches: Iterable[Any]) -> list[Undivided]:
         """The same for each batch."""
         return [self for _ in batches]

@@ -236,6 +236,17 @@ class Split:
         """The names of parameters and buffers that the forward writes to, for batches of whatever shape."""
         return self._family.written
 
+    def described(self) -> list[str]:
+        """What all ranks have to find alike, in words."""
+        found = [f"stages that begin at {', '.join(self.cuts) or 'nothing'}"]
+        for stage in self.stages:
+            done = ", ".join(step.name for step in stage.steps)
+            sent = ", ".join(value.name for value in stage.outputs)
+            found.append(f"stage {stage.number} does {done} and sends {sent or 'nothing'}")
+        found += [f"the forward sets {'.'.join(filter(None, place))}" for place in sorted(self.sets)]
+        found += [f"the forward writes to {name}" for name in sorted(self.writes)]
+        return [*found, f"dice in stage {self.dice}", f"something is remembered: {self.remembers}"]
+
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
         """For each parameter and buffer, by all its names, the stages that use it.
