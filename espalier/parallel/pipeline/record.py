@@ -190,7 +190,8 @@ class Trace:
         constants: by their numbers, the model's own tensors that are none of the others.
         answers: what was asked of tensors (``bool(x)``, ``x[:, i]``), in order, each with the number of the
             innermost call around it, and that of the operation that asked, if it is one.
-        meets: names of modules that were called whole, and call collectives, or wait at barriers.
+        meets: names of modules that were called whole, and call collectives, or wait at barriers; and
+            autograd functions (their ``apply``) that do.
         may_write: names of modules that were called whole on some values, and may write to what they hold on
             others: their code says ``.data``. What is written otherwise torch counts.
     """
@@ -214,7 +215,7 @@ class Trace:
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
-    meets: set[str] = field(default_factory=set)
+    meets: set[Any] = field(default_factory=set)
     may_write: set[str] = field(default_factory=set)
 
     @property

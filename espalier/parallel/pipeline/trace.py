@@ -49,7 +49,7 @@ from espalier.parallel.pipeline.record import (
     newly_hooked,
     storage_of,
 )
-from espalier.parallel.pipeline.remembered import Place, may_be_told, value_at
+from espalier.parallel.pipeline.remembered import Place, may_be_told, says_data, value_at
 from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.copies import Apart, NotCopiedError
@@ -58,7 +58,12 @@ from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.fallback import function_of
 from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
-from espalier.tensor.rules.across_ranks import as_if_all_had_it, barriers_passed, meets_ranks
+from espalier.tensor.rules.across_ranks import (
+    as_if_all_had_it,
+    barriers_passed,
+    collectives_known,
+    meets_ranks,
+)
 from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DataDependentOutputException,
@@ -275,8 +280,9 @@ def _recorded(
     recorder, batch = _Recorder(twin, device, fake, whole, is_watched), twin.extra
     recorder.begin(batch)
     before = None if is_watched else Generators()
-    seen = _calls_seen(recorder.module), barriers_passed(recorder.passed), unchecked_distributions()
-    with seen[0], seen[1], seen[2], recorder.worked, recorder:
+    met = barriers_passed(recorder.passed), collectives_known(recorder.meets_within)
+    seen = _calls_seen(recorder.module), unchecked_distributions()
+    with met[0], met[1], seen[0], seen[1], recorder.worked, recorder:
         try:
             out = called(twin.module, batch)
         except _Hidden as error:  # of a model with a __call__ of its own, which no call of a module encloses
@@ -424,6 +430,12 @@ class _Recorder(TorchFunctionMode):
         self._meets = True
         self.trace.meets |= {self.trace.calls[i].name for i in self._path}
 
+    def meets_within(self) -> bool:
+        """A collective is called: whether by what is not looked into."""
+        if self._quiet:
+            self.passed()
+        return bool(self._quiet)
+
     def _watch_python(self) -> None:
         """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""
         if not self._is_watched:
@@ -484,7 +496,7 @@ class _Recorder(TorchFunctionMode):
             self._quiet -= 1
         if self._meets:
             self.trace.meets.add(name)
-        inner = (m for m in module.modules() if not is_of_torch(m) and Reads([m]).says("data"))
+        inner = filter(says_data, module.modules())
         self.trace.may_write |= {self._names[id(m)] for m in inner if id(m) in self._names}
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters_in(module))
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
@@ -591,11 +603,14 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """What an autograd function gives: it is one call, whatever modules it calls."""
         self._quiet += 1
-        self._within = []
+        self._within, meets, self._meets = [], self._meets, False
         try:
             out = function.apply(*args, **kwargs)  # type: ignore[attr-defined]
         finally:
             self._quiet -= 1
+            if self._meets:
+                self.trace.meets.add(function.apply)  # type: ignore[attr-defined]
+            self._meets = self._meets or meets
         known = {id(self.trace.values[n].tensor) for n in numbers}
         if any(id(p) not in known for m in (*given, *self._within) for p in parameters_in(m)):
             raise _OwnBackward(function.__name__)

@@ -6,7 +6,9 @@ whatever part of it lies here.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,13 +125,15 @@ class AllHaveIt(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
     def __enter__(self) -> Any:
-        self._passed = barriers_passed()
-        self._passed.__enter__()
+        self._passed = barriers_passed(), collectives_known()
+        for passed in self._passed:
+            passed.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._passed.__exit__(*raised)
+        for passed in reversed(self._passed):
+            passed.__exit__(*raised)
 
 
 @contextmanager
@@ -142,6 +146,30 @@ def barriers_passed(seen: Callable[[], Any] = lambda: None) -> Iterator[None]:
 
     barriers = dict.fromkeys(("barrier", "monitored_barrier"), passed)
     with having(dist, **barriers), having(dist.distributed_c10d, **barriers):
+        yield
+
+
+@contextmanager
+def collectives_known(seen: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """While open, collectives that a program calls where no mode sees them give what :class:`AllHaveIt` says.
+
+    So do those in an autograd function.
+
+    Args:
+        seen: is told of each, and says whether they do.
+    """
+
+    def known(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            of = sys._getframe(1).f_globals.get("__name__") or ""
+            is_own = of.partition(".")[0] == "espalier"
+            return func(*args, **kwargs) if is_own or not seen() else as_if_all_had_it(func, *args, **kwargs)
+
+        return call
+
+    # where torch itself finds them by name, modes are told of the functions
+    with having(dist, **{func.__name__: known(func) for func in COLLECTIVES}):
         yield
 
 
@@ -159,8 +187,9 @@ def as_if_all_had_it(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         NotImplementedError: it gives each rank another value, or has gradients of its own.
     """
     if func not in _KNOWN_OUTCOMES:
+        name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)  # an autograd function's
         raise NotImplementedError(
-            f"{getattr(func, '__qualname__', func)} in the forward of a model in a pipeline: ranks of other "
+            f"torch.distributed.{name} in the forward of a model in a pipeline: ranks of other "
             "stages do not come to it. What the model computes is of the whole batch already: leave the call "
             "out, or make it outside, with the model's output."
         )
