@@ -232,10 +232,12 @@ class MicroBatches:
         return {name: x for program in programs for name, x in program.left().items()}
 
     def _puts_off(self, program: StageProgram) -> AbstractContextManager[None]:
+        written = set(map(id, program.left().values()))  # a forward may give them other memory
+        parameters = [p for p in program.parameters() if id(p) not in written]
         if not self._of.mesh.is_dry:
-            return self._later.of(program.parameters())
+            return self._later.of(parameters)
         is_done = self._is_plain and self._call.casts is None  # as autocast's casts are between
-        return watching(PutOffDry(program.parameters(), self._later)) if is_done else nullcontext()
+        return watching(PutOffDry(parameters, self._later)) if is_done else nullcontext()
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
         part = self._parts[micro_batch]

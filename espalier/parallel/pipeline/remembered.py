@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.loans import written_mark
+from espalier.tensor.names import Reads
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import is_array
 from espalier.torch_private import own_buffers
@@ -103,6 +104,8 @@ class Memory:
         self._is_kept = True
         self._told: set[tuple[str, str]] = set()  # asked for too early
         self._has_warned = False
+        # of a model that is not divided, the modules to whose buffers is written without a mark (x.data)
+        self._unmarked: set[str] | None = None
 
     def undone(self) -> AbstractContextManager[None]:
         """While open, who makes passes undoes what they set: tensors need no values elsewhere."""
@@ -118,7 +121,10 @@ class Memory:
         here = self._mesh.coordinate[self._axis]
         found = {} if has_failed else _found(model, before)
         if before.marks is not None and not has_failed:
-            found |= _written(model, before.marks)
+            if self._unmarked is None:
+                saying = [(name, m) for name, m in model.named_modules() if says_data(m)]
+                self._unmarked = {name for at, m in saying for name, _ in m.named_modules(prefix=at)}
+            found |= _written(model, before.marks, self._unmarked)
         if not self._hears({place: self._form(x) for place, x in found.items()}, has_failed):
             return
         told = [{place: pickle.loads(form) for place, form in said.items()} for said in self._said]
@@ -140,7 +146,8 @@ class Memory:
             for place, value in values.items():
                 value = _each(partial(self._made, came), value)
                 # a part of a tensor on each rank of a stage is the whole one from now on
-                if i != here or (self._is_kept and _leaves(found[place], DTensor)):
+                is_put = self._is_kept and _leaves(found[place], DTensor) and not _stays(place, found[place])
+                if i != here or is_put:
                     put(modules[place.module], place.key, value, place.is_buffer)
 
     def tell_buffers(self, model: nn.Module, homes: Mapping[str, int]) -> None:
@@ -272,10 +279,24 @@ def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     return found
 
 
-def _written(model: nn.Module, marks: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
+def _stays(place: Place, x: Any) -> bool:
+    """Whether a buffer is as it is to be where it was written to: of this rank alone, without a history."""
+    return place.is_buffer and type(x) is DTensor and x._layout.mesh.size() == 1 and not x.requires_grad
+
+
+def says_data(module: nn.Module) -> bool:
+    """Whether a module's code says ``.data``: it may write to what it holds, and torch does not count it."""
+    return not is_of_torch(module) and Reads([module]).says("data")
+
+
+def _written(
+    model: nn.Module, marks: Mapping[str, Any], unmarked: Collection[str]
+) -> dict[Place, torch.Tensor]:
     """The buffers of modules that have written to one: to running means torch writes and does not say so."""
     buffers = [(*name.rpartition(".")[::2], name, b) for name, b in model.named_buffers()]
-    owners = {owner for owner, _, name, b in buffers if marks.get(name) != written_mark(b)}
+    owners = {
+        owner for owner, _, name, b in buffers if owner in unmarked or marks.get(name) != written_mark(b)
+    }
     return {Place(owner, key, True): b for owner, key, _, b in buffers if owner in owners}
 
 
