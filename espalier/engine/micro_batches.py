@@ -121,8 +121,9 @@ class MicroBatches:
         self._writes: Mapping[str, int] = {}
         if not mesh.is_dry:
             if any(split.remembers for split in self._splits):
-                is_whole = any(isinstance(split, Undivided) for split in self._splits)
-                self._before = snapshot(model, is_whole)
+                whole = [split for split in self._splits if isinstance(split, Undivided)]
+                unmarked = whole[0].unmarked if whole and of.stages.has_last else ()
+                self._before = snapshot(model, bool(whole), unmarked)
             names = frozenset().union(*(split.writes for split in self._splits))
             self._writes = {name: of.stages.home(name) for name in sorted(names)}
         if model is not of.call.module:

@@ -85,8 +85,8 @@ def replaced(inputs: Any, stand: Mapping[int, torch.Tensor], mesh: Mesh) -> Any:
 
 
 def is_of_inputs(source: Source, sought: Sequence[torch.Tensor]) -> bool:
-    """Whether all that is sought are inputs of a call of the model that all ranks give whole."""
-    if source.is_own:
+    """Whether what is sought are inputs, which all ranks give whole, of a call that meets no other."""
+    if source.is_own or source.made_by:
         return False
     inputs = {id(x) for x in source.wanting() if not isinstance(x, DTensor)}
     return bool(sought) and inputs.issuperset(map(id, sought)) and source.may_be_whole()

@@ -635,10 +635,20 @@ def _refuse_objects(inputs: Any) -> None:
     ]
     if others and not any(isinstance(x, torch.Tensor) for x in others):
         kinds = ", ".join(sorted({type(x).__name__ for x in others}))
+        held = _names_of_tensors(others[0])
+        such = f": model({', '.join(f'batch.{name}' for name in held)}), say" if held else ""
         raise TypeError(
             f"The model is called with {kinds}, in which no tensor is seen. In a pipeline each stage takes "
-            "its part of the batch: give tensors, or tuples, lists, dicts or dataclasses of them."
+            f"its part of the batch: give tensors, or tuples, lists, dicts or dataclasses of them{such}."
         )
+
+
+def _names_of_tensors(x: Any, depth: int = 3) -> list[str]:
+    """By which names an object, or what it keeps, has tensors: the first such ones."""
+    held = x if isinstance(x, dict) else getattr(x, "__dict__", {})
+    names = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
+    inner = (_names_of_tensors(value, depth - 1) for value in held.values()) if depth else ()
+    return names or next(filter(None, inner), [])
 
 
 def _shapes_of(inputs: Any) -> Hashable:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -25,7 +25,7 @@ from espalier.parallel.branches import Branches, found_branches, homes_of, leave
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import left_out, send_tokens, stacked
 from espalier.parallel.pipeline.record import SplitError, all_having_it, called
-from espalier.parallel.pipeline.remembered import Place
+from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
 from espalier.parallel.pipeline.split import Split, StageProgram, split
@@ -394,6 +394,7 @@ class Stages:
         else:
             for why in self.split.whole:
                 _warn(f"{why} Until then {why.module!r} lies in one stage, however long that takes.")
+            self._one_by_one_if_written()
         self.places = places
         here = mesh.coordinate[mesh.axis("pipe")]
         self.local = tuple(i for i, rank in enumerate(places) if rank == here)
@@ -410,6 +411,26 @@ class Stages:
         parts_backward = plan.zero < 3 and plan.recompute == "none" and plan.offload == Offload()
         self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
         self.shape_inference: Callable[..., InferredShapes]
+
+    def _one_by_one_if_written(self) -> None:
+        """Let micro-batches pass one after another, where forwards write to parameters that ZeRO-3 gathers.
+
+        What a later one had written would be gathered again for the backward pass of an earlier one.
+        """
+        plan = self._plan
+        if plan.zero < 3 or plan.accumulate == 1 or self._per_rank > 1 or self._kind == "naive":
+            return
+        names = {name for name, _ in named_parameters_in(self._model)}
+        written = sorted(names.intersection(name for stage in self.split.stages for name in stage.left()))
+        if written:
+            self._kind = "naive"
+            self._schedules.clear()
+            warnings.warn(
+                f"The model's forward writes to its parameter {written[0]!r}, which zero = 3 gathers for "
+                "each pass. So micro-batches pass through the stages one after another, as on one process, "
+                "and stages wait for each other. With zero = 2 they do not.",
+                stacklevel=user_frame()[0],
+            )
 
     def home(self, name: str) -> int:
         """The coordinate on the axis ``pipe`` that counts a parameter or buffer; it may have come later."""
@@ -530,6 +551,12 @@ class Undivided:
     def on(self, model: nn.Module) -> Undivided:
         """The same of another model."""
         return Undivided(model, len(self.stages))
+
+    @cached_property
+    def unmarked(self) -> frozenset[str]:
+        """The modules whose buffers may be written to without a mark: code around them says ``.data``."""
+        saying = [(name, m) for name, m in self._model.named_modules() if says_data(m)]
+        return frozenset(name for at, m in saying for name, _ in m.named_modules(prefix=at))
 
     def described(self) -> list[str]:
         """What all ranks have to find alike, in words."""

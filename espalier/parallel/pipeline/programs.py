@@ -212,9 +212,7 @@ class Divided:
 
     def left(self, stage: int) -> set[str]:
         """The parameters and buffers that it writes to, or may, but for those on which no gradient hangs."""
-        written, within = self.trace.written, tuple(f"{name}." for name in self.trace.may_write)
-        names = (name for name in self.uses(stage) if name in written or name.startswith(within))
-        return {name for name in names if not self._is_statistic(name)}
+        return {name for name in self.trace.writes_to(self.uses(stage)) if not self._is_statistic(name)}
 
     def _is_statistic(self, name: str) -> bool:
         """Whether it is a running mean of one of torch's norms."""

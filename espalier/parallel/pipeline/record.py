@@ -224,6 +224,11 @@ class Trace:
         written = {s for op in self.ops for s in op.writes}
         return {v.source[1] for v in self.values if v.source[0] in _OF_MODEL and v.storage in written}
 
+    def writes_to(self, names: Iterable[str]) -> set[str]:
+        """Of parameters and buffers those that are written to, or may be."""
+        written, within = self.written, tuple(f"{name}." if name else "" for name in self.may_write)
+        return {name for name in names if name in written or name.startswith(within)}
+
     def answered(self, start: int, call: ModuleCall | None) -> tuple[Answer, ...]:
         """What was asked within a call, or by an operation; nothing where torch read nothing."""
         if call is None:

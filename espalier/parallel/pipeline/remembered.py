@@ -70,17 +70,19 @@ class Snapshot(NamedTuple):
     """What modules remember as a pass begins: what their attributes and buffers are.
 
     Their hooks; and marks of buffers, where one rank computes all and nobody knows to which it is to write.
+    That rank knows of which modules the buffers may be written to without a mark.
     """
 
     remembered: Mapping[str, Mapping[str, Any]]
     hooks: Mapping[str, list[int]]
     marks: Mapping[str, Any] | None
+    unmarked: Collection[str]
 
 
-def snapshot(model: nn.Module, is_whole: bool) -> Snapshot:
+def snapshot(model: nn.Module, is_whole: bool, unmarked: Collection[str] = ()) -> Snapshot:
     """What the modules of a model remember now; ``is_whole``: with marks."""
     marks = {name: written_mark(b) for name, b in model.named_buffers()} if is_whole else None
-    return Snapshot(ModelStandIns.snapshot(model), hooks_in(model), marks)
+    return Snapshot(ModelStandIns.snapshot(model), hooks_in(model), marks, unmarked)
 
 
 class Memory:
@@ -104,8 +106,6 @@ class Memory:
         self._is_kept = True
         self._told: set[tuple[str, str]] = set()  # asked for too early
         self._has_warned = False
-        # of a model that is not divided, the modules to whose buffers is written without a mark (x.data)
-        self._unmarked: set[str] | None = None
 
     def undone(self) -> AbstractContextManager[None]:
         """While open, who makes passes undoes what they set: tensors need no values elsewhere."""
@@ -121,10 +121,7 @@ class Memory:
         here = self._mesh.coordinate[self._axis]
         found = {} if has_failed else _found(model, before)
         if before.marks is not None and not has_failed:
-            if self._unmarked is None:
-                saying = [(name, m) for name, m in model.named_modules() if says_data(m)]
-                self._unmarked = {name for at, m in saying for name, _ in m.named_modules(prefix=at)}
-            found |= _written(model, before.marks, self._unmarked)
+            found |= _written(model, before.marks, before.unmarked)
         if not self._hears({place: self._form(x) for place, x in found.items()}, has_failed):
             return
         told = [{place: pickle.loads(form) for place, form in said.items()} for said in self._said]

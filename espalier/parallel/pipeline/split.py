@@ -212,7 +212,7 @@ class Split:
         self._read = _marks_of(self._reads)
         self.dice, self.remembers = divided.dice, traced.remembers
         self.sets, self.tensors = traced.sets, traced.tensors
-        self.writes = frozenset(traced.written & dict(family.model.named_buffers()).keys())
+        self.writes = frozenset(traced.writes_to(name for name, _ in family.model.named_buffers()))
         self.first = {place: x for place, x in traced.first.items() if place.module in divided.repeated}
         self.segments, self.whole = family.segments, tuple(family.whole.values())
 
@@ -317,6 +317,7 @@ class _Family:
         self._children = [child for m in self._modules for child in own_modules(m).values()]
         self._held = [own_parameters(m) for m in self._modules]
         self._parameters = {id(p): p for p in parameters_in(model)}
+        self._names = [name for name, _ in named_parameters_in(model)]
         self._users: dict[str, tuple[int, ...]] | None = None
         self._buffers = [own_buffers(m) for m in self._modules]
 
@@ -327,7 +328,7 @@ class _Family:
                 try:
                     given = mapped(as_plain or _plain, batch)
                     traced = trace(given, self.device, self.stand_ins, self.whole)
-                    self.written |= traced.written
+                    self.written |= traced.written | traced.writes_to(self._names)
                     return traced
                 except ValuesError as error:
                     if not error.module or self.is_cut or error.module in self.whole:
