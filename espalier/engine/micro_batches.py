@@ -105,7 +105,8 @@ class MicroBatches:
         self._fit: dict[StageProgram, bool] = {}
         self._is_plain, self._later = False, DeferredWeightGrads()
         self._put_off: set[tuple[int, int]] = set()
-        self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in of.stages.local}
+        writing = filter(self._left_by, of.stages.local)
+        self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in writing}
         self._device = mesh.device()
         self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
         self._dice: Dice | None = None
@@ -207,7 +208,7 @@ class MicroBatches:
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and stage in self._left:
             self._left[stage].forward(micro_batch)
         with self._puts_off(programs[stage]) if put_off else nullcontext():
             if stage + 1 < len(programs):
@@ -292,16 +293,19 @@ class MicroBatches:
             return one if weight is None else one * weight.to(one)
 
     def hold_backward(self, stage: int, micro_batch: int) -> None:
-        self._left[stage].backward(micro_batch)
+        if stage in self._left:
+            self._left[stage].backward(micro_batch)
         self._part(stage).hold()
 
     def begin_backward(self, stage: int, micro_batch: int, last: bool) -> None:
-        self._left[stage].backward(micro_batch)
+        if stage in self._left:
+            self._left[stage].backward(micro_batch)
         self._part(stage).begin(last)
 
     def end_backward(self, stage: int, micro_batch: int) -> None:
         self._later.do()
-        self._left[stage].end(micro_batch)
+        if stage in self._left:
+            self._left[stage].end(micro_batch)
         self._part(stage).flush()
 
     def _part(self, stage: int) -> Gradients:
