@@ -418,8 +418,8 @@ class Stages:
         What a later one had written would be gathered again for the backward pass of an earlier one.
         """
         plan = self._plan
-        if plan.zero < 3 or plan.accumulate == 1 or self._per_rank > 1 or self._kind == "naive":
-            return
+        if plan.zero < 3 or plan.accumulate == 1 or self._kind not in ("gpipe", "1f1b", "zb-h1"):
+            return  # others have their stages elsewhere, or are the program's own
         names = {name for name, _ in named_parameters_in(self._model)}
         written = sorted(names.intersection(name for stage in self.split.stages for name in stage.left()))
         if written:
