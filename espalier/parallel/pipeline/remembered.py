@@ -143,8 +143,7 @@ class Memory:
             for place, value in values.items():
                 value = _each(partial(self._made, came), value)
                 # a part of a tensor on each rank of a stage is the whole one from now on
-                is_put = self._is_kept and _leaves(found[place], DTensor) and not _stays(place, found[place])
-                if i != here or is_put:
+                if i != here or (self._is_kept and _is_in_parts(place, found[place])):
                     put(modules[place.module], place.key, value, place.is_buffer)
 
     def tell_buffers(self, model: nn.Module, homes: Mapping[str, int]) -> None:
@@ -276,9 +275,10 @@ def _found(model: nn.Module, before: Snapshot) -> dict[Place, Any]:
     return found
 
 
-def _stays(place: Place, x: Any) -> bool:
-    """Whether a buffer is as it is to be where it was written to: of this rank alone, without a history."""
-    return place.is_buffer and type(x) is DTensor and x._layout.mesh.size() == 1 and not x.requires_grad
+def _is_in_parts(place: Place, x: Any) -> bool:
+    """Whether what this rank has set is to be a plain one; a buffer of this rank alone is as it is to be."""
+    is_own = place.is_buffer and type(x) is DTensor and x._layout.mesh.size() == 1 and not x.requires_grad
+    return bool(_leaves(x, DTensor)) and not is_own
 
 
 def says_data(module: nn.Module) -> bool:
