@@ -10,6 +10,8 @@ import torch
 
 from espalier.engine.observing import Place, Sight
 
+Keep = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+
 
 class Source(Protocol):
     """A call of the model.
@@ -18,6 +20,7 @@ class Source(Protocol):
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
         is_own: whether these are this rank's own rows.
         device: this rank's.
+        keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         has_gone_back: whether a loss made of it has.
         calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
@@ -31,6 +34,7 @@ class Source(Protocol):
 
     is_whole: bool
     is_own: bool
+    keep: Keep
     has_gone_back: bool
     calls: Iterator[int]
     made_by: dict[int, Any]

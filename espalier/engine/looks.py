@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from espalier.engine.awaited import Awaited, step_of
+from espalier.engine.awaited import Awaited
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import SOUGHT
+from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
 from espalier.parallel.pipeline.record import called
 from espalier.tensor.observers import user_frame

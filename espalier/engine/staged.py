@@ -21,6 +21,7 @@ from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
+from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
 from espalier.engine.looks import let_look
@@ -296,7 +297,7 @@ class Staged(Passes):
         entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
         self.observers.take()
         with self.observers.quiet():
-            call = ModelRun(self, entered, rows, made_by)
+            call = ModelRun(self, entered, rows, made_by, keep)
             out = self._called(call)
         if self.observers.look_forward and not self.mesh.is_dry:
             self.observers.tell_of_divided(self.stages.split.divided)

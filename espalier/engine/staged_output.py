@@ -21,6 +21,7 @@ from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
+from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import marks_of, refuse_changed
@@ -94,10 +95,13 @@ class ModelRun:
     Args:
         rows: as for :meth:`espalier.Engine.outputs`.
         made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
+        keep: what makes, or keeps, calls with what it gives.
     """
 
-    def __init__(self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any]) -> None:
-        self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
+    def __init__(
+        self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any], keep: Keep
+    ) -> None:
+        self._passes, self._inputs, self.is_own, self.keep = passes, inputs, rows == "own", keep
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
         self._marks = marks_of(leaves(inputs, torch.Tensor))
