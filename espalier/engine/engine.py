@@ -267,8 +267,8 @@ class Engine(Surface):
         give_back(gradients)
 
     def _recompute(self) -> None:
-        how = self.plan.recompute_inputs, self._policy
-        self._undo_recompute = recompute(self.module, self._recomputed, *how)
+        inputs, policy = self.plan.recompute_inputs, self._policy
+        self._undo_recompute = recompute(self.module, self._recomputed, inputs, policy)
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
@@ -997,9 +997,8 @@ class Engine(Surface):
         Raises:
             ValueError: it cannot be written.
         """
-        shard_bytes = int(shard_gigabytes * 1e9)
         self.wait_staged()
-        form = WeightsFormat(format, dtype, shard_bytes, metadata)
+        form = WeightsFormat(format, dtype, int(shard_gigabytes * 1e9), metadata)
         export(self.module, self._laid_out(), self.passes, path, form)
 
     # ---- what there is to know
