@@ -151,6 +151,19 @@ class Growing(Own):
         return self.param_groups[0]["d"]
 
 
+class Reaching(Own):
+    """By how far all have come: at a small learning rate that is seen after many steps alone."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, lr=1e-5)
+
+    def factor(self) -> Any:
+        for _, p in self.held:
+            self.state[p].setdefault("first", p.detach().clone())
+        moved = [(self.state[p]["first"] - p).abs().max().item() for _, p in self.held]
+        return max(1.0, *moved)
+
+
 class Drawing(Own):
     """By random numbers for each parameter."""
 
@@ -200,7 +213,7 @@ class Asking(Own):
 ALONE = (Own, Counted, Stacked)
 TOGETHER = (Limited, Estimating, Counting, Listing, averaging, Clipping)
 OF_ALL = (Limited, Estimating)
-TRIED = (Faint, Growing, Drawing)
+TRIED = (Faint, Growing, Reaching, Drawing)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
 
 
