@@ -84,7 +84,8 @@ def check_plan_of_closures(
     against = {
         f"pipe = {plan.pipe}": plan.pipe > 1 and not stages,
         f"branch = {plan.branch}": plan.branch > 1,
-        f"accumulate = {plan.accumulate}": plan.accumulate > 1,
+        # all micro-batches go through stages in one backward pass
+        f"accumulate = {plan.accumulate}": plan.accumulate > 1 and not (stages and plan.pipe > 1),
         f"clip = {plan.clip}": plan.clip is not None,
         f"precision = {precision}": precision.parameters is not None or precision.scales,
         "offload": bool(offload.away) or offload.is_by_budget,

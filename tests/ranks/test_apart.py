@@ -225,6 +225,7 @@ def by_closures(rank: int, world: int) -> None:
         {"data": 2, "zero": 3},
         {"tensor": 2},
         {"pipe": 2},
+        {"pipe": 2, "accumulate": 2},
     ]
     try:
         for kind in (Aside, Asking):
