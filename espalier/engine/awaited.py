@@ -31,6 +31,8 @@ from espalier.engine.kept import (
     UNKNOWN,
     Kept,
     Step,
+    call,
+    call_method,
     captured,
     evaluated,
     refuse_written,
@@ -502,14 +504,6 @@ def is_number(x: Any) -> bool:
     """Whether it surely has no dims."""
     shapes = x._shapes() if isinstance(x, Awaited) else x
     return isinstance(shapes, int | float) or (isinstance(shapes, torch.Tensor) and not shapes.ndim)
-
-
-def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-def call_method(x: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(x, name)(*args, **kwargs)
 
 
 def _set_item(x: Any, key: Any, value: Any) -> Any:

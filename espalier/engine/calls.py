@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from espalier.engine.awaited import SEVERAL, Awaited, call, done, in_call, value_of
+from espalier.engine.awaited import SEVERAL, Awaited, done, in_call, value_of
 from espalier.engine.awaited_source import Source
 from espalier.engine.gradients import go_back, gradients
-from espalier.engine.kept import SOUGHT, UNKNOWN, step_of
+from espalier.engine.kept import SOUGHT, UNKNOWN, call, step_of
 from espalier.engine.sums import Sum, added
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.comm import all_reduce
-from espalier.engine.awaited import ATTRIBUTES, QUESTIONS, Awaited, call_method, is_number
+from espalier.engine.awaited import ATTRIBUTES, QUESTIONS, Awaited, is_number
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import without_data
+from espalier.engine.kept import call_method, without_data
 from espalier.tensor import DTensor, full_tensor
 from espalier.torch_private import raw
 
