@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
 from espalier.tensor import full_tensor
 from espalier.tensor.fallback import GatherWarning
-from espalier.tensor.observers import program_asks_kind, user_frame
+from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame
 from espalier.torch_private import all_given, memory_id
 from espalier.trees import leaves, tree_map
 
@@ -76,6 +77,7 @@ class Awaited(Kept):
         self._met: tuple[int, Awaited, torch.Tensor] | None = None
         self._seen_at: Place | None = None  # where a hook has taken it
         self._retained: torch.Tensor | None = None  # its gradient
+        self._index: tuple[tuple[int, int], list[Any]] | None = None  # where it is one, and its numbers
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,6 +182,8 @@ class Awaited(Kept):
         return self._source.device if name == "device" else ask(shapes)
 
     def __getitem__(self, key: Any) -> Any:
+        if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
+            return self._index[1][key]
         if self._step is None and isinstance(key, str | int):
             constant = _constant(operator.getitem, self._source.form(), key)
             if constant is not UNKNOWN:
@@ -365,6 +369,10 @@ class Awaited(Kept):
         return operator.index(self.value())
 
     def __len__(self) -> int:
+        if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
+            return len(self._index[1])
+        if reads_an_index(frame := sys._getframe(1)):
+            self._be_index(frame)
         shapes = self._shapes()
         sized = self.value() if shapes is UNKNOWN else shapes
         if isinstance(sized, torch.Tensor) and not sized.ndim:
@@ -373,11 +381,29 @@ class Awaited(Kept):
             )
         return len(sized)
 
+    def _be_index(self, frame: FrameType) -> None:
+        """Be the index of a plain tensor, in a frame that has come to it: a sequence of numbers, then.
+
+        Raises:
+            TypeError: else torch takes it for a tuple, with an index for each dim; without a length, it does
+                not.
+        """
+        value = full_tensor(self.value())
+        if isinstance(value, torch.Tensor) and value.ndim:
+            self._index = _place_of(frame), value.tolist()
+            raise TypeError("It is one index, and no tuple of them.")
+
+    def _read_index(self, numbers: list[Any]) -> Iterator[Any]:
+        yield from numbers
+        self._index = None
+
     def __contains__(self, key: Any) -> bool:
         will_be = self._will_be()
         return key in (will_be if isinstance(will_be, dict) else self.value())
 
     def __iter__(self) -> Iterator[Any]:
+        if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
+            return self._read_index(self._index[1])
         shapes = self._shapes()
         if isinstance(shapes, torch.Tensor) and not shapes.ndim:
             raise TypeError(
@@ -462,6 +488,10 @@ class Awaited(Kept):
         return is_known and all(memory_id(x) != own for x in every)
 
     __hash__ = object.__hash__
+
+
+def _place_of(frame: FrameType) -> tuple[int, int]:
+    return id(frame), frame.f_lasti
 
 
 def _divergence(p: Any, q: Any) -> Any:

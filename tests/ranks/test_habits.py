@@ -812,7 +812,25 @@ def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def tables_of_the_programs(lay: Lay) -> list[Any]:
+    """Plain tensors are read and written by what is made of an output: one index, of any number of rows."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    table, numbers, out = torch.arange(16.0).reshape(4, 4).sin(), torch.arange(40), []
+    for step, rows in enumerate((2, 8, 40)):
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+        given = model(x)
+        best, above = given.argmax(-1), given.detach() > 0
+        out += [table[best], table[:, best], table[best, best], numbers[:rows][best > 1], table[best[0]]]
+        out += [torch.ones(rows, 4)[above], numbers[:rows][above.any(-1)], numbers[above.nonzero()[:, 0]]]
+        written = table.clone()
+        written[best] = 2.0
+        out += [written, stepped((given * table[best]).mean(), optimizer)]
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    tables_of_the_programs,
     layers_past_autocast,
     functions_of_ones_own_in_losses,
     adjoint_methods,
@@ -847,6 +865,7 @@ PROGRAMS = (
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
+    tables_of_the_programs,
     functions_of_ones_own_in_losses,
     layers_past_autocast,
     transforms_in_blocks,
