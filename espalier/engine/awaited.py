@@ -132,6 +132,8 @@ class Awaited(Kept):
         of, name = step.args
         if name in QUESTIONS:
             return of._asked(name, lambda x: getattr(x, name)(*args, **kwargs), kept)
+        if name == "type" and not args and not kwargs:
+            return of._asked(name, lambda x: torch.empty(0, dtype=x.dtype, device=of.device).type(), kept)
         if name in _OF_GRADIENTS:
             return of._hook(name, *args, **kwargs)
         if name in _OF_DICTS and isinstance(will_be := of._will_be(), dict):
@@ -151,12 +153,11 @@ class Awaited(Kept):
             kept = Hook(hook)
             self._source.told.setdefault(place, []).append(kept)
             return kept
-        if name != "register_hook" or hook is None or self._is_used or not self._source.is_whole:
+        if name != "register_hook" or hook is None or self._is_used or not self._source.sees_all():
             raise TypeError(
                 f"x.{name}(...) of what a pipeline has yet to compute: its gradient is on the ranks of the "
-                "last stage alone, and of several micro-batches there is one of each. x.register_hook(hook) "
-                "goes with accumulate = 1, before anything is made of x; else put the hook into the model's "
-                "forward."
+                "last stage alone. x.register_hook(hook) goes where the ranks give the whole batch, before "
+                "anything is made of x; else put the hook into the model's forward."
             )
         kept = Hook(hook)
         self._step = self._source.keep(hooked, (self._before(), kept), {})._step
@@ -361,10 +362,14 @@ class Awaited(Kept):
         return bool(self.value())
 
     def __index__(self) -> int:
-        if not self._source.is_whole:
+        shapes = self._shapes()
+        if isinstance(shapes, torch.Tensor) and (shapes.is_floating_point() or shapes.ndim):
+            raise TypeError("only a tensor that is one integer can be an index or a size")
+        if not self._source.sees_all():
             raise TypeError(
                 "A number of what a pipeline has yet to compute, as an index or a size: a loss is computed "
-                "on each micro-batch, and the number is another there. Write -1 for rows, or ask the batch."
+                "on each rank's own rows, and the number is another there. Write -1 for rows, or ask the "
+                "batch."
             )
         return operator.index(self.value())
 
@@ -416,10 +421,11 @@ class Awaited(Kept):
             return iter(self._source.keep(list, (self,), {}))
         if not self._wants_grad():
             return iter(self.value())
-        if not self._source.is_whole:
+        if not self._source.sees_all():
             raise TypeError(
                 "A loop over the rows of what a pipeline has yet to compute: its loss is computed on each "
-                "micro-batch, and knows no single rows. Use calls of torch on all of them, or detach() it."
+                "rank's own rows, and knows no single ones. Use calls of torch on all of them, or detach() "
+                "it."
             )
         return (self[i] for i in range(len(self)))
 
@@ -455,7 +461,7 @@ class Awaited(Kept):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Awaited:
         """What is made of its memory later is made after the call, and what was made before it, before."""
-        made = self._source.keep(func, (self, *args), kwargs) if self._source.is_whole else None
+        made = self._source.keep(func, (self, *args), kwargs) if self._source.sees_all() else None
         if not isinstance(made, Awaited):
             raise TypeError(_WRITTEN)
         self._source.writes.append(made)

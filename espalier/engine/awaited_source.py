@@ -18,6 +18,7 @@ class Source(Protocol):
 
     Attributes:
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
+        is_of_all: whether that is so since the program has asked for what micro-batches do not have.
         is_own: whether these are this rank's own rows.
         device: this rank's.
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
@@ -33,6 +34,7 @@ class Source(Protocol):
     """
 
     is_whole: bool
+    is_of_all: bool
     is_own: bool
     keep: Keep
     has_gone_back: bool
@@ -101,6 +103,9 @@ class Source(Protocol):
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let all ranks have what tensors are where the loss was computed."""
+
+    def sees_all(self) -> bool:
+        """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""

@@ -43,8 +43,10 @@ def gone_back(
     known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
         refuse_sights(source.is_own or draws)
+    if source.is_of_all and draws:
+        raise TypeError(_DRAWS)
     may_be_of_all = (sees or source.is_cut()) and not source.is_own and not draws
-    if not sees and (known.get(form, True) or not may_be_of_all):
+    if not sees and not source.is_of_all and (known.get(form, True) or not may_be_of_all):
         is_tried = may_be_of_all and form not in known
         try:
             with source.tried() if is_tried else nullcontext():
@@ -287,4 +289,9 @@ _NO_ROWS = (
     "The loss is one of all rows, and hangs on something in the model's output that has none of its own and "
     "is no mean or sum over them. In a pipeline with accumulate above 1, or where ranks share the rows, let "
     "the model give rows, or compute the loss in its forward; or plan accumulate = 1."
+)
+_DRAWS = (
+    "The loss draws random numbers, and it takes rows by their places or their number, which micro-batches "
+    "do not have. Let the model's forward draw them, or draw beforehand (noise = torch.rand(x.shape)); or "
+    "plan accumulate = 1."
 )

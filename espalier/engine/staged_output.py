@@ -109,7 +109,7 @@ class ModelRun:
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
-        self.is_whole = not self.is_own and passes.plan.accumulate == 1
+        self.is_whole, self.is_of_all = not self.is_own and passes.plan.accumulate == 1, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
         # before and after a value was computed in its place; what its loss is to draw from
@@ -139,6 +139,12 @@ class ModelRun:
         """Lay the model out for its inputs, unless it is."""
         self._passes.lay_out(self._parts(self._inputs)[0][0])
         self._written = self._passes.written()
+
+    def sees_all(self) -> bool:
+        """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
+        if not self.is_own and not self.is_whole:
+            self.is_whole = self.is_of_all = True
+        return self.is_whole
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""
