@@ -26,7 +26,7 @@ from torch.distributions import Distribution, kl_divergence
 from torch.distributions.kl import register_kl
 
 from espalier.engine.awaited_source import Hook, Source, hooked
-from espalier.engine.going_back import gone_back, hand_on
+from espalier.engine.going_back import gone_back, hand_on, handed_out
 from espalier.engine.kept import (
     SOUGHT,
     UNKNOWN,
@@ -487,7 +487,8 @@ class Awaited(Kept):
         shapes = self._shapes()
         if self._step is None or not isinstance(shapes, torch.Tensor):
             return False
-        made_of = [x._shapes() for x in self._made_of()]
+        shapes_of = [x._shapes() for x in self._made_of()]
+        made_of = [getattr(x, "__self__", x) for x in shapes_of]  # of a method, what that is of
         own = memory_id(shapes)
         every = leaves(made_of, torch.Tensor, (torch.Tensor,))
         is_known = all(x is not UNKNOWN for x in made_of)
@@ -605,17 +606,21 @@ def done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What writes to a tensor is done at once, with values; nothing could go back through it."""
+    """What writes to a tensor is done at once, with values, through which gradients go back.
+
+    Raises:
+        TypeError: they cannot.
+    """
     awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
     if all(x._is_over() or not x._wants_grad() for x in awaited):
         return done(func, args, kwargs)
     if name in _IN_PLACE:  # the name is the sum's from now on
         return awaited[0]._source.keep(_IN_PLACE[name], args, kwargs)
-    raise TypeError(
-        f"{name or func}: what a pipeline has yet to compute is written into a tensor, and a gradient is "
-        "to go back through it. Make a new tensor (torch.cat, torch.stack, torch.where), or detach() what "
-        "is written."
+    values, named = (
+        tree_map(lambda x: handed_out(x) if isinstance(x, Awaited) else x, given, SOUGHT)
+        for given in (list(args), dict(kwargs))
     )
+    return func(*values, **named)
 
 
 def _itself(x: Any) -> Any:

@@ -30,6 +30,7 @@ class Source(Protocol):
         writes: the program's calls that write to what others may share.
         sights: what hooks see, once it has its value.
         told: hooks of gradients of that; ``leaves``: what gets gradients in its place.
+        handed_out: what the model gives, as ordinary tensors, if a program was given some.
         known_losses: of losses, by what is done in them: whether they were computed on parts of the rows.
     """
 
@@ -45,6 +46,7 @@ class Source(Protocol):
     sights: list[Sight]
     leaves: list[torch.Tensor]
     told: dict[Place, list[Callable[[torch.Tensor], Any]]]
+    handed_out: Any
 
     @property
     def known_losses(self) -> dict[Hashable, bool]: ...
@@ -103,6 +105,9 @@ class Source(Protocol):
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let all ranks have what tensors are where the loss was computed."""
+
+    def soon(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages that a backward pass of the program's has led to."""
 
     def sees_all(self) -> bool:
         """Let its losses be computed on all rows at once; False: each rank has rows of its own."""

@@ -41,6 +41,7 @@ from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
+from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.compose import Stages, Undivided
@@ -84,6 +85,7 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
+        self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
         self._copies = Copies(self)
@@ -475,9 +477,11 @@ class Staged(Passes):
             )
         assert self.data is not None
         earlier, gradients = self.taken_gradients(), self.data.gradients
+        later: list[Callable[[], None]] = []
         gradients.begin(True)
         try:
-            go()
+            with having(self, _later=later):
+                go()
         finally:
             if gradients.is_idle:
                 gradients.stop()
@@ -491,6 +495,15 @@ class Staged(Passes):
         self._tell_of_gradients()
         self.seen.note()
         self.call_waiting()
+        for through_stages in later:
+            through_stages()
+
+    def when_beside_is_over(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages; behind one of :meth:`make_beside`, where that has led to it."""
+        if self._later is None:
+            through_stages()
+        else:
+            self._later.append(through_stages)
 
     def _drop_unneeded(self, without: Set[int]) -> None:
         """Gradients of copies that no rank used; and, without data, of what lies on other ranks."""

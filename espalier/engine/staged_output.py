@@ -82,6 +82,7 @@ class StagedPasses(Protocol):
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
     def call_waiting(self) -> None: ...
+    def when_beside_is_over(self, through_stages: Callable[[], None]) -> None: ...
     @property
     def waiting(self) -> WaitingForStages: ...
 
@@ -128,6 +129,7 @@ class ModelRun:
         self.sights: list[Sight] = []  # what hooks see
         self.told: dict[Place, list[Callable[[torch.Tensor], Any]]] = {}  # hooks of gradients
         self.leaves: list[torch.Tensor] = []
+        self.handed_out: Any = None
         self._hooks = passes.observers.hooks
 
     @property
@@ -139,6 +141,10 @@ class ModelRun:
         """Lay the model out for its inputs, unless it is."""
         self._passes.lay_out(self._parts(self._inputs)[0][0])
         self._written = self._passes.written()
+
+    def soon(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages that a backward pass of the program's has led to."""
+        self._passes.when_beside_is_over(through_stages)
 
     def sees_all(self) -> bool:
         """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
