@@ -44,7 +44,7 @@ from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
 from espalier.tensor import full_tensor
 from espalier.tensor.fallback import GatherWarning
-from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame
+from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame, writes_by_operator
 from espalier.torch_private import all_given, memory_id
 from espalier.trees import leaves, tree_map
 
@@ -94,7 +94,7 @@ class Awaited(Kept):
         if (writes or kwargs.get("inplace")) and is_first:
             return args[0]._write(func, args[1:], kwargs)
         if writes or isinstance(kwargs.get("out"), torch.Tensor):
-            return _written(func, name, args, kwargs)
+            return _written(func, args, kwargs, writes_by_operator(sys._getframe(1)))
         return keep(func, args, kwargs)
 
     @property  # type: ignore[misc]
@@ -605,17 +605,20 @@ def done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     return func(*values, **named)
 
 
-def _written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _written(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], by_operator: bool
+) -> Any:
     """What writes to a tensor is done at once, with values, through which gradients go back.
 
     Raises:
-        TypeError: they cannot.
+        TypeError: they cannot; or it is written as ``x += y``: torch has Python try ``x + y`` then, and the
+            name is the sum's from now on.
     """
     awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
     if all(x._is_over() or not x._wants_grad() for x in awaited):
         return done(func, args, kwargs)
-    if name in _IN_PLACE:  # the name is the sum's from now on
-        return awaited[0]._source.keep(_IN_PLACE[name], args, kwargs)
+    if by_operator:
+        raise TypeError("x += y of what a pipeline has yet to compute is x + y.")
     values, named = (
         tree_map(lambda x: handed_out(x) if isinstance(x, Awaited) else x, given, SOUGHT)
         for given in (list(args), dict(kwargs))
