@@ -227,7 +227,6 @@ class Region:
         self, call: Callable[..., Any], owner: Any, backend: Backend, fullgraph: bool = True
     ) -> None:
         self._call, self.owner, self._backend, self._fullgraph = call, owner, backend, fullgraph
-        self._refused_with: set[type] = set()  # kinds of arguments with which it is no graph: caches
         self._by_state: dict[Any, _Variants] = {}  # what an evaluation, or a generation, does is no training
         self.__name__ = getattr(owner, "__name__", type(owner).__name__)
         self.__doc__ = owner.__doc__
@@ -264,7 +263,7 @@ class Region:
             return written
         is_flat = not kwargs and all(type(a) is DTensor for a in args)
         leaves, form = (list(args), None) if is_flat else flatten((args, kwargs))
-        if self._refused_with and not self._refused_with.isdisjoint(map(type, leaves)):
+        if variants.refused_with and not variants.refused_with.isdisjoint(map(type, leaves)):
             return written
         key = (*kinds(leaves), _repeats(leaves), form)
         for variant in variants.by_kind.get(key, ()):
@@ -287,7 +286,7 @@ class Region:
         recorded, out = _record(self._call, self.owner, leaves, form, self._backend, self._fullgraph)
         if isinstance(recorded, Refused):
             objects = set(map(type, _objects(leaves)))
-            self._refused_with |= objects
+            variants.refused_with |= objects
             variants.are_refused |= not objects
             warnings.warn(f"{self.__name__} runs as it is written, uncompiled. {recorded}", stacklevel=3)
         else:
@@ -310,11 +309,13 @@ class _Variants:
     Attributes:
         count: how often it was tried.
         are_refused: whether it was no graph: from then on a new kind runs as it is written.
+        refused_with: kinds of arguments with which it is none: caches.
     """
 
     by_kind: dict[Any, list[_Variant]] = field(default_factory=dict)
     count: int = 0
     are_refused: bool = False
+    refused_with: set[type] = field(default_factory=set)
 
 
 def state() -> Any:
