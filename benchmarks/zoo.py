@@ -195,8 +195,8 @@ def totals(results: Sequence[Result]) -> list[Row]:
     """By plan, by group, and of all."""
     rows: list[Row] = [("", "pairs", *ENDS, "exact of all")]
     for plan in (*PLANS, *RARE):
-        if plan in PLANS or any(r.plan == plan for r in results):
-            rows.append((plan, *counted(r for r in results if r.plan == plan)))
+        if of := [r for r in results if r.plan == plan]:
+            rows.append((plan, *counted(of)))
     for group in GROUPS:
         if of := [r for r in results if r.model.startswith(group + "/")]:
             rows.append((f"*{group}*: {len({r.model for r in of})} models", *counted(of)))
