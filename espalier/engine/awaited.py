@@ -644,7 +644,7 @@ def in_call(
     wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
     others = [of for of in wanting if of is not source]
     if others:
-        if any(of.is_own for of in (source, *others)):
+        if any(of.is_part for of in (source, *others)):
             raise ValueError(SEVERAL)
         warnings.warn(_SLOW, stacklevel=user_frame()[0])
         # buffers are written to in the order of the calls

@@ -19,7 +19,7 @@ class Source(Protocol):
     Attributes:
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
         is_of_all: whether that is so since the program has asked for what micro-batches do not have.
-        is_own: whether these are this rank's own rows.
+        is_own: whether these are this rank's own rows; ``is_part``: and others have others.
         device: this rank's.
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         has_gone_back: whether a loss made of it has.
@@ -37,6 +37,7 @@ class Source(Protocol):
     is_whole: bool
     is_of_all: bool
     is_own: bool
+    is_part: bool
     keep: Keep
     has_gone_back: bool
     calls: Iterator[int]

@@ -173,10 +173,10 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         values[id(x)] = value = full_tensor(x.value()).clone()
         x._write(lambda was, value: value, (value,), {})
 
-    def value_of(x: Any) -> Any:
+    def sent(x: Any) -> Any:
         return values[id(x)] if id(x) in values else value_of(x)
 
-    work = func(**{name: tree_map(value_of, x, SOUGHT) for name, x in given.items()})
+    work = func(**{name: tree_map(sent, x, SOUGHT) for name, x in given.items()})
     if values and work is not None:
         work.wait()
     for x in leaves([target], Awaited, SOUGHT):  # it has written to their values, as it should

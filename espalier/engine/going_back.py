@@ -42,10 +42,10 @@ def gone_back(
     source, draws = of._source, any(one._is_drawn for one in calls)
     known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
-        refuse_sights(source.is_own or draws)
+        refuse_sights(source.is_part or draws)
     if source.is_of_all and draws:
         raise TypeError(_DRAWS)
-    may_be_of_all = (sees or source.is_cut()) and not source.is_own and not draws
+    may_be_of_all = (sees or source.is_cut()) and not source.is_part and not draws
     if not sees and not source.is_of_all and (known.get(form, True) or not may_be_of_all):
         is_tried = may_be_of_all and form not in known
         try:
@@ -227,7 +227,7 @@ def handed_out(x: Kept) -> Any:
     source = x._source
     calls = in_order(x, Kept._made_of)
     _refuse_parts([of for of in captured(calls) if of.requires_grad])
-    if source.is_own or source.writes or any(one._is_drawn for one in calls):
+    if source.is_part or source.writes or any(one._is_drawn for one in calls):
         raise TypeError(_HELD)
     if source.handed_out is None:
         warnings.warn(_OF_ALL, stacklevel=user_frame()[0])

@@ -110,7 +110,8 @@ class ModelRun:
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
-        self.is_whole, self.is_of_all = not self.is_own and passes.plan.accumulate == 1, False
+        self.is_part = self.is_own and passes.mesh[passes.plan.batch_axes].size() > 1
+        self.is_whole, self.is_of_all = not self.is_part and passes.plan.accumulate == 1, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
         # before and after a value was computed in its place; what its loss is to draw from
@@ -148,7 +149,7 @@ class ModelRun:
 
     def sees_all(self) -> bool:
         """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
-        if not self.is_own and not self.is_whole:
+        if not self.is_part and not self.is_whole:
             self.is_whole = self.is_of_all = True
         return self.is_whole
 
@@ -169,7 +170,7 @@ class ModelRun:
         """
         tensors = leaves(self._inputs, torch.Tensor)
         wanting = [*{id(x): x for x in tensors if x.requires_grad}.values()]
-        in_parts = [x for x in wanting if self.is_own or isinstance(x, DTensor)]
+        in_parts = [x for x in wanting if self.is_part or isinstance(x, DTensor)]
         if not in_parts:
             return wanting
         what = (
@@ -180,7 +181,7 @@ class ModelRun:
         if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in in_parts):
             raise TypeError(what)
         warnings.warn(f"{what} x.grad stays as it is.", stacklevel=user_frame()[0])
-        return [x for x in wanting if not self.is_own and not isinstance(x, DTensor)]
+        return [x for x in wanting if not self.is_part and not isinstance(x, DTensor)]
 
     @property
     def known_losses(self) -> dict[Hashable, bool]:

@@ -93,13 +93,13 @@ def hooked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 LOSSES = (written, binned, of_two_calls, with_penalty, row_by_row, by_size, in_place, hooked)
 
 
-def run(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None) -> torch.Tensor:
+def run(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None, rows: str = "all") -> torch.Tensor:
     torch.manual_seed(0)
     model: Any = Net()
     model.drop.p = 0.0
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     if plan is not None:
-        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan, rows=rows)
     seen: Numbers = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -115,7 +115,7 @@ def run(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None) -> to
     )
 
 
-def compared(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
+def compared(rank: int, world: int, plans: list[dict[str, Any]], rows: str = "all") -> None:
     torch.set_default_dtype(torch.float64)
     try:
         for loss_of in LOSSES:
@@ -125,7 +125,7 @@ def compared(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
                     warnings.simplefilter("ignore", espalier.GatherWarning)
                     warnings.filterwarnings("ignore", "A loss is one of all rows")
                     warnings.filterwarnings("ignore", "Outputs of two calls of the model meet")
-                    apart = (run(loss_of, plan) - expected).abs().max().item()
+                    apart = (run(loss_of, plan, rows) - expected).abs().max().item()
                 assert apart < TOLERANCE, (loss_of.__name__, plan, apart)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -133,6 +133,11 @@ def compared(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
 
 def test_losses_that_write_and_count_equal_one_process(ranks: Any) -> None:
     ranks(2, compared, [{"pipe": 2}, {"pipe": 2, "accumulate": 2}])
+
+
+def test_losses_of_rows_that_are_all(ranks: Any) -> None:
+    """Each rank's own, where no axis shares the batch."""
+    ranks(2, compared, [{"pipe": 2, "accumulate": 2}], "own")
 
 
 @pytest.mark.world(4)
