@@ -153,12 +153,13 @@ class Awaited(Kept):
             kept = Hook(hook)
             self._source.told.setdefault(place, []).append(kept)
             return kept
-        if name != "register_hook" or hook is None or self._is_used or not self._source.sees_all():
+        if name != "register_hook" or hook is None or self._is_used:
             raise TypeError(
                 f"x.{name}(...) of what a pipeline has yet to compute: its gradient is on the ranks of the "
-                "last stage alone. x.register_hook(hook) goes where the ranks give the whole batch, before "
-                "anything is made of x; else put the hook into the model's forward."
+                "last stage alone. x.register_hook(hook) goes before anything is made of x; else put the "
+                "hook into the model's forward."
             )
+        self._source.see_all()
         kept = Hook(hook)
         self._step = self._source.keep(hooked, (self._before(), kept), {})._step
         self._is_drawn = False
@@ -365,12 +366,7 @@ class Awaited(Kept):
         shapes = self._shapes()
         if isinstance(shapes, torch.Tensor) and (shapes.is_floating_point() or shapes.ndim):
             raise TypeError("only a tensor that is one integer can be an index or a size")
-        if not self._source.sees_all():
-            raise TypeError(
-                "A number of what a pipeline has yet to compute, as an index or a size: a loss is computed "
-                "on each rank's own rows, and the number is another there. Write -1 for rows, or ask the "
-                "batch."
-            )
+        self._source.see_all()
         return operator.index(self.value())
 
     def __len__(self) -> int:
@@ -421,12 +417,7 @@ class Awaited(Kept):
             return iter(self._source.keep(list, (self,), {}))
         if not self._wants_grad():
             return iter(self.value())
-        if not self._source.sees_all():
-            raise TypeError(
-                "A loop over the rows of what a pipeline has yet to compute: its loss is computed on each "
-                "rank's own rows, and knows no single ones. Use calls of torch on all of them, or detach() "
-                "it."
-            )
+        self._source.see_all()
         return (self[i] for i in range(len(self)))
 
     def __format__(self, spec: str) -> str:
@@ -461,7 +452,8 @@ class Awaited(Kept):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Awaited:
         """What is made of its memory later is made after the call, and what was made before it, before."""
-        made = self._source.keep(func, (self, *args), kwargs) if self._source.sees_all() else None
+        self._source.see_all()
+        made = self._source.keep(func, (self, *args), kwargs)
         if not isinstance(made, Awaited):
             raise TypeError(_WRITTEN)
         self._source.writes.append(made)
@@ -636,26 +628,26 @@ def in_call(
     """Arguments that hang on this call of the model: what others give are values.
 
     Through a value gradients go back to its own call when the loss has.
-
-    Raises:
-        ValueError: they would, and a loss is computed on a part of the rows alone.
     """
     awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
     wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
     others = [of for of in wanting if of is not source]
     if others:
-        if any(of.is_part for of in (source, *others)):
-            raise ValueError(SEVERAL)
         warnings.warn(_SLOW, stacklevel=user_frame()[0])
         # buffers are written to in the order of the calls
         for of in sorted((source, *others), key=lambda of: of.number):
             if of is not source or any(of.number < other.number for other in others):
                 of.value()
 
+    if others and source.is_part:
+        source.see_all()
+
     def inner(x: Any) -> Any:
         if not isinstance(x, Awaited) or x._source is source:
             return x
-        return x._as_leaf(source) if x._wants_grad() else x.value()
+        if not x._wants_grad():
+            return x.value()
+        return handed_out(x) if source.is_part else x._as_leaf(source)
 
     return tree_map(inner, list(args), SOUGHT), tree_map(inner, dict(kwargs), SOUGHT)
 

@@ -20,6 +20,7 @@ class Source(Protocol):
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
         is_of_all: whether that is so since the program has asked for what micro-batches do not have.
         is_own: whether these are this rank's own rows; ``is_part``: and others have others.
+        share_of_loss: what a rank's loss is multiplied by in that of all: 1, or a mean over ranks.
         device: this rank's.
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         has_gone_back: whether a loss made of it has.
@@ -38,6 +39,7 @@ class Source(Protocol):
     is_of_all: bool
     is_own: bool
     is_part: bool
+    share_of_loss: float
     keep: Keep
     has_gone_back: bool
     calls: Iterator[int]
@@ -110,8 +112,8 @@ class Source(Protocol):
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
 
-    def sees_all(self) -> bool:
-        """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
+    def see_all(self) -> None:
+        """Let its losses be computed on all rows at once, of this rank's own where it has such."""
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""

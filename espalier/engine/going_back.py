@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from espalier.engine.accumulation import UnseenCountError
+from espalier.engine.accumulation import UnseenCountError, is_sum
 from espalier.engine.awaited_source import Source
 from espalier.engine.kept import Kept, captured, evaluated, in_order
 from espalier.engine.observing import Place
@@ -45,7 +45,7 @@ def gone_back(
         refuse_sights(source.is_part or draws)
     if source.is_of_all and draws:
         raise TypeError(_DRAWS)
-    may_be_of_all = (sees or source.is_cut()) and not source.is_part and not draws
+    may_be_of_all = (sees or source.is_cut()) and not draws
     if not sees and not source.is_of_all and (known.get(form, True) or not may_be_of_all):
         is_tried = may_be_of_all and form not in known
         try:
@@ -201,7 +201,7 @@ def _through_stages(
     for i, grad in enumerate(grads):
         if grad is None:
             continue
-        way = ways[i]
+        way, grad = ways[i], grad * source.share_of_loss
         if way is None:
             if not grad.any():
                 continue
@@ -227,7 +227,7 @@ def handed_out(x: Kept) -> Any:
     source = x._source
     calls = in_order(x, Kept._made_of)
     _refuse_parts([of for of in captured(calls) if of.requires_grad])
-    if source.is_part or source.writes or any(one._is_drawn for one in calls):
+    if source.writes or any(one._is_drawn for one in calls):
         raise TypeError(_HELD)
     if source.handed_out is None:
         warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
@@ -326,7 +326,8 @@ def _replayed(
     """What was kept, done on an output and the captured tensors' rows that belong to it."""
     replacements = {**by_row.as_used(dict(zip(ids, captured, strict=True))), **beside}
     try:
-        return evaluated(of, replacements, lambda: output, fresh=True)
+        loss = evaluated(of, replacements, lambda: output, fresh=True)
+        return loss * of._source.share_of_loss if of._source.is_part and is_sum(loss) else loss
     except Exception as error:
         if is_tried:
             raise RowsMeetError(f"{type(error).__name__}: {error}") from error

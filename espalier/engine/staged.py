@@ -85,6 +85,7 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
+        self.ranks_have_parts = False  # a loss is made on each rank's rows
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
@@ -245,10 +246,11 @@ class Staged(Passes):
         data = self._laid_out(parts[0])
         for part in parts:
             self._begins(part)
-        work = MicroBatches(self._context(data), parts, phase, counts=len(parts) > 1)
+        are_parts = len(parts) > 1 or self.ranks_have_parts
+        work = MicroBatches(self._context(data), parts, phase, counts=are_parts)
         for gradients in data.gradients.parts:
             gradients.hold()
-        self._weighs, self._factor, self.last_factor = len(parts) > 1, None, None
+        self._weighs, self._factor, self.last_factor = are_parts, None, None
         self._is_finished = self._is_known = False
         self.seen.admit()
         self.has_gradients = True

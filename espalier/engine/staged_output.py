@@ -61,6 +61,7 @@ class StagedPasses(Protocol):
     known_losses: dict[Hashable, bool]
     observers: Observers
     last_factor: torch.Tensor | None
+    ranks_have_parts: bool
     scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation
@@ -110,7 +111,8 @@ class ModelRun:
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
-        self.is_part = self.is_own and passes.mesh[passes.plan.batch_axes].size() > 1
+        readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
+        self.is_part, self.share_of_loss = readers > 1, 1 / readers
         self.is_whole, self.is_of_all = not self.is_part and passes.plan.accumulate == 1, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
@@ -147,11 +149,10 @@ class ModelRun:
         """Make a pass through the stages that a backward pass of the program's has led to."""
         self._passes.when_beside_is_over(through_stages)
 
-    def sees_all(self) -> bool:
-        """Let its losses be computed on all rows at once; False: each rank has rows of its own."""
-        if not self.is_part and not self.is_whole:
+    def see_all(self) -> None:
+        """Let its losses be computed on all rows at once, of this rank's own where it has such."""
+        if not self.is_whole:
             self.is_whole = self.is_of_all = True
-        return self.is_whole
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""
@@ -303,7 +304,7 @@ class ModelRun:
                 whole = self._of_all_rows(inputs) if whole is None else whole
                 joined.append(whole[i])
                 ways.append(_way([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
-        self._ways = ["sum"] * len(ways) if len(outputs) == 1 else ways
+        self._ways = ["sum"] * len(ways) if len(outputs) == 1 and not self.is_part else ways
         tensors = iter(joined)
         whole_tree = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, trees[0])
         self.sights = [s._replace(args=args) for s, args in zip(outputs[0][1], whole_tree[1], strict=True)]
@@ -530,7 +531,8 @@ class ModelRun:
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
             in_order = passes.evaluation.of_one_call(numbers, adds)
-            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen):
+            of_parts = having(passes, ranks_have_parts=self.is_part and not adds)
+            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
         finally:

@@ -145,6 +145,92 @@ def test_losses_that_write_and_count_equal_one_process_on_four(ranks: Any) -> No
     ranks(4, compared, [{"data": 2, "pipe": 2, "accumulate": 2}, {"tensor": 2, "pipe": 2}])
 
 
+def contrastive(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = F.normalize(model(x)[0], dim=1)
+    return F.cross_entropy(5 * z @ z.T, torch.arange(ROWS))
+
+
+def of_two_views(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    a, b = (F.normalize(model(view)[0], dim=1) for view in (x, -x))
+    return F.cross_entropy(5 * a @ b.T, torch.arange(ROWS)) + a.std()
+
+
+def summed(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x)[0], y, reduction="sum") / 10
+
+
+def normed(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out, h = model(x)
+    return out.norm() + h.logsumexp(0).mean()
+
+
+def mean(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x)[0], y)
+
+
+OF_OWN = (
+    written,
+    binned,
+    of_two_calls,
+    with_penalty,
+    row_by_row,
+    by_size,
+    in_place,
+    contrastive,
+    of_two_views,
+    summed,
+)
+
+
+def of_ranks(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None) -> torch.Tensor:
+    """What is trained is the mean of the losses that two ranks make of their own rows."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model.drop.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    place = 0
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan, rows="own")
+        place = model.engine.mesh.coordinate[model.engine.mesh.axis("data")]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (
+            torch.randn(2 * ROWS, 6, generator=generator),
+            torch.randint(0, 4, (2 * ROWS,), generator=generator),
+        )
+        parts = [*zip(x.chunk(2), y.chunk(2), strict=True)]
+        loss = loss_of(model, *parts[place])
+        if plan is None:
+            loss = (loss + loss_of(model, *parts[1])) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.cat([espalier.full_tensor(p).detach().flatten() for p in model.parameters()])
+
+
+def own_rows(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    plans: list[dict[str, Any]] = [{"data": 2, "pipe": 2}, {"data": 2, "pipe": 2, "accumulate": 2, "zero": 1}]
+    try:
+        for loss_of in (*OF_OWN, normed, mean):
+            expected = of_ranks(loss_of, None)
+            for plan in plans:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", espalier.GatherWarning)
+                    if loss_of is not mean:
+                        warnings.filterwarnings("ignore", "A loss is one of all rows")
+                    warnings.filterwarnings("ignore", "Outputs of two calls of the model meet")
+                    apart = (of_ranks(loss_of, plan) - expected).abs().max().item()
+                assert apart < TOLERANCE, (loss_of.__name__, plan, apart)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.world(4)
+def test_losses_of_own_rows_are_those_of_ranks(ranks: Any) -> None:
+    ranks(4, own_rows)
+
+
 def drawn(rank: int, world: int) -> None:
     """What the model draws is what it draws without such a loss; a loss that draws is told what to do."""
     torch.manual_seed(0)
