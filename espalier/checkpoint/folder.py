@@ -84,14 +84,18 @@ class Seal(NamedTuple):
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, the one that was saved last first, whole or not."""
+    """The checkpoints in a folder, the one that was saved last first, whole or not.
+
+    When one was saved whose seal is damaged nobody knows: it comes first, so that who loads hears of it.
+    """
     paths = []
     with os.scandir(directory) as entries:
         for entry in entries:
             match = _STEP.fullmatch(entry.name)
             if match and entry.is_dir():
                 seal = Seal.read(Path(entry.path))
-                paths.append((seal.serial if seal else -1, int(match[1]), match[2] is None, Path(entry.path)))
+                serial = seal.serial if seal else math.inf
+                paths.append((serial, int(match[1]), match[2] is None, Path(entry.path)))
     return [path for *_, path in sorted(paths, reverse=True)]
 
 

@@ -50,8 +50,7 @@ class Saver:
     def save(
         self,
         directory: Path,
-        index: Index,
-        tree: Mapping[str, Lying],
+        give: Callable[[], tuple[Index, Mapping[str, Lying]]],
         *,
         keep: int | None = None,
         asynchronous: bool = False,
@@ -61,8 +60,8 @@ class Saver:
 
         Args:
             directory: the folder in which its own is made.
-            index: what is to be in it beside the tensors.
-            tree: the tensors, in one order on all ranks.
+            give: gives what is to be in it beside the tensors, and these, in one order on all ranks. What it
+                raises on one rank is raised on all.
             keep: how many checkpoints are to be in the folder when this one outlives a crash.
             asynchronous: go on at once. What is ``steady`` must not change until :meth:`wait_staged`; how it
                 ends is said by :meth:`wait`, or the next save.
@@ -78,26 +77,29 @@ class Saver:
         """
         self.wait()
         mesh = self.mesh
+        error: Exception | None = None
+        index, own_boxes = Index(), list[OwnBox]()
+        try:
+            index, tree = give()
+            own_boxes = boxes_to_write(tree)
+        except Exception as met:
+            error = met  # others are not to wait for this rank
         own = secrets.token_hex(4), keep, socket.gethostname(), str(Path(directory).resolve())
         of_ranks = gather_objects(own, mesh)
         token, keep = of_ranks[0][:2]
         self._token = self._token or token
         _see_some_stay(keep)
         _see_one_folder([place for _, _, *place in of_ranks])
+        agree(error, mesh, range(mesh.ndim))
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
-        error, own_boxes = None, list[OwnBox]()
-        try:
-            own_boxes = boxes_to_write(tree)
-        except ValueError as met:
-            error = met  # others are not to wait for this rank
         if asynchronous:
             self._staging = self._staging or Staging(mesh)
             staging, durable = self._staging, True
         else:
             staging = None
-        work = SaveWork(mesh, folder, index, own_boxes, keep, durable=durable, staging=staging, error=error)
+        work = SaveWork(mesh, folder, index, own_boxes, keep, durable=durable, staging=staging)
         if not asynchronous:
             work.write()
             self._see(work, work.written)
@@ -250,7 +252,6 @@ class SaveWork:
     Args:
         durable: let nothing be there before it outlives a crash of the machine.
         staging: copies the boxes first; None: they are as they stay.
-        error: what kept this rank from having any.
     """
 
     def __init__(
@@ -263,7 +264,6 @@ class SaveWork:
         *,
         durable: bool,
         staging: Staging | None = None,
-        error: Exception | None = None,
     ) -> None:
         self.rank, self.ranks, self._durable = mesh.rank, mesh.size(), durable
         self.folder, self.index, self.keep = folder, index, keep
@@ -272,12 +272,16 @@ class SaveWork:
         self.given_up = threading.Event()
         self._staging, self._pieces = staging, list(own_boxes)
         self._later: list[tuple[torch.Tensor, OwnBox]] = []
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
         if staging is not None:
-            self._pieces, self._later = staging.begin(own_boxes)
+            try:
+                self._pieces, self._later = staging.begin(own_boxes)
+            except (MemoryError, RuntimeError) as error:  # others are not to wait for this rank
+                self._error = error
         # one that is gathered for its uses counts down while it is, and never up but by a change
         self._versions = [(piece, version_of(piece.values)) for _, piece in self._later]
         self._changed = ""
-        self._lock, self._error = threading.Lock(), error
         self._file: TensorFile | None = None
         self._final: Path | None = None
         self._same = 0  # that folder, whatever its name

@@ -256,7 +256,8 @@ def restore(
         data: None while the model is the plain one: then it and the optimizer take whole values over.
 
     Raises:
-        ValueError: model, optimizer and checkpoint don't fit together: then nothing was changed.
+        ValueError: on all ranks, if model, optimizer and checkpoint of one don't fit together: then nothing
+            was changed.
         CheckpointError: on all ranks, if one of them met a damaged file.
     """
     module, mesh = own.module, own.mesh
@@ -266,7 +267,7 @@ def restore(
     lines += [f"it has no {name!r}" for name in extra if name not in values["extra"]]
     positions = () if model_only else zip(own.loaders, values.get("loaders") or (), strict=False)
     lines += [line for loader, state in positions for line in loader.differences(state)]
-    raise_conflicts(checkpoint, lines)
+    agreed(told_conflicts(checkpoint, lines), mesh, ValueError)
     loading = Loading(checkpoint, module, optimizer, mesh)
     loading.run(data, own.optimizer)
     _set_extra_states(module, values["model"])
@@ -578,16 +579,12 @@ def _of_optimizer(
     return lines + mixed_options(known["groups"], grouped)
 
 
-def raise_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> None:
-    """Tell all of them.
-
-    Raises:
-        ValueError: there are some.
-    """
+def told_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> ValueError | None:
+    """An error that tells all of them, if there are some."""
     if not lines:
-        return
+        return None
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise ValueError(
+    return ValueError(
         "\n  ".join(
             [f"{checkpoint.path} does not fit this engine; nothing was changed:", *lines[:_SHOWN], *more]
         )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.blocks import named_parameters_in, parameters_in
-from espalier.checkpoint import CheckpointError, Saver
+from espalier.checkpoint import CheckpointError, Index, Lying, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
@@ -152,6 +152,7 @@ class Engine(Surface):
         self._judgement: Judgement | None = None  # of gradients that stay
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
+        self._half_loaded = ""  # what was met by a load that failed when it had changed parameters
         self._loaders: tuple[Loader, ...] = ()
         if optimizer is not None:
             self._bind(optimizer)
@@ -608,6 +609,7 @@ class Engine(Surface):
         passes, data, known = self.passes, self._laid_out(), self._judgement
         if known is not None and (passes.has_gradients or optimizer in known.stepped):
             known = None
+        self._check_loaded()
         passes.check_step()
         passes.seen.check()
         passes.finish()
@@ -807,6 +809,7 @@ class Engine(Surface):
         """
         if self.mesh.is_dry:
             raise ValueError("A dry mesh holds no values: there is nothing to save.")
+        self._check_loaded()
         if self.passes.holds_gradients:
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         data, values = self._laid_out(), dict(named_values(self._state, self.steps))
@@ -815,11 +818,15 @@ class Engine(Surface):
         self.wait_staged()  # masters may follow what was written to parameters
         with torch.no_grad(), data.precise(on_device=False):
             saves = self.passes.saves
-            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
-            plan = json.dumps(self.plan.model_dump(), default=str)
-            index.step, index.plan = self.steps, json.loads(plan)
+
+            def give() -> tuple[Index, Mapping[str, Lying]]:
+                index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
+                plan = json.dumps(self.plan.model_dump(), default=str)
+                index.step, index.plan = self.steps, json.loads(plan)
+                return index, tree
+
             return self._saver.save(
-                Path(directory), index, tree, keep=keep, asynchronous=asynchronous, durable=durable
+                Path(directory), give, keep=keep, asynchronous=asynchronous, durable=durable
             )
 
     def wait_staged(self) -> None:
@@ -861,7 +868,8 @@ class Engine(Surface):
             ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
                 changed, then. The model has no memory yet (:func:`espalier.deferred`) and its layouts are not
                 known: call :meth:`lay_out` on a batch first, or pass ``example=`` to :func:`initialize`.
-            CheckpointError: on all ranks, if there is none, or a file is damaged.
+            CheckpointError: on all ranks, if there is none, or a file is damaged. Where values were read by
+                then, steps and saves are refused until a load ends well.
         """
         data = self._to_fill()
         self.wait_saved()
@@ -869,7 +877,13 @@ class Engine(Surface):
         paths = candidates(directory, self.mesh)
         for path, following in itertools.zip_longest(paths, paths[1:]):
             try:
-                values = restore(self._state, opened(path, self.mesh), data, extra, model_only)
+                checkpoint = opened(path, self.mesh)
+                try:
+                    values = restore(self._state, checkpoint, data, extra, model_only)
+                except CheckpointError as error:
+                    self._half_loaded = str(error)
+                    raise
+                self._half_loaded = ""
                 self.steps = self.steps if model_only else values["steps"]
                 return dict(values["extra"])
             except CheckpointError as error:
@@ -877,6 +891,18 @@ class Engine(Surface):
                     raise
                 warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
         raise AssertionError
+
+    def _check_loaded(self) -> None:
+        """See that parameters are not partly those of a damaged checkpoint, partly those from before.
+
+        Raises:
+            CheckpointError: they are.
+        """
+        if self._half_loaded:
+            raise CheckpointError(
+                f"A load has failed, and parameters are partly what was there before: {self._half_loaded} "
+                "Load a whole checkpoint, or make model and engine anew to start at the beginning."
+            )
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).

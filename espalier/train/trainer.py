@@ -515,22 +515,26 @@ class RunCheckpoints:
         self.judge = None if job.evaluation is None else Judge(job.evaluation)
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one.
+        """Go on from the newest whole checkpoint, if there are some.
 
         Raises:
             ValueError: the job has no table ``[checkpoint]``, or what it trains differs from what was saved.
-            CheckpointError: a file is damaged.
+            CheckpointError: there are checkpoints, and all are damaged.
         """
         directory = self._directory()
         if directory is None:
             raise ValueError("--resume: the job has no table [checkpoint], so it saves none. Add one.")
-        mesh = self._engine.mesh
-        path = gather_objects(newest(directory) if mesh.rank == 0 else None, mesh)[0]
-        if path is None:
+        if not self._has_some(directory):
             self._progress.say(f"no checkpoint in {directory}: starting at the beginning")
             return
         engine = self._engine
-        self._load(directory)
+        try:
+            self._load(directory)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} No other in {directory} is whole, so there is nothing to go on from. Remove them "
+                "all to start at the beginning."
+            ) from error
         saved = self._saved
         self._progress.say(f"resumed after step {engine.steps}, {self._samples:,} samples")
         lines = list(differences(saved["job"], _plain(self._job.raw)))
@@ -540,13 +544,17 @@ class RunCheckpoints:
 
     def roll_back(self) -> bool:
         """Go back to the last checkpoint; whether there is one."""
-        directory, mesh = self._directory(), self._engine.mesh
+        directory = self._directory()
         self._engine.wait_saved()
-        path = newest(directory) if directory is not None and mesh.rank == 0 else None
-        if directory is None or gather_objects(path, mesh)[0] is None:
+        if directory is None or not self._has_some(directory):
             return False
         self._load(directory)
         return True
+
+    def _has_some(self, directory: Path) -> bool:
+        """Whether there are checkpoints, whole or not: where all are damaged no run begins anew."""
+        mesh = self._engine.mesh
+        return any(gather_objects(mesh.rank == 0 and has_checkpoints(directory), mesh))
 
     def _load(self, directory: Path) -> None:
         self._saved = self._engine.load(directory, schedule=self._schedule)
@@ -566,9 +574,10 @@ class RunCheckpoints:
         directory = self._directory()
         if self.judge is not None and self._engine.mesh.rank == 0:
             shutil.rmtree(self._job.out / BEST, ignore_errors=True)
-        if directory is not None and directory.is_dir() and (saved := checkpoints(directory)):
+        if directory is not None and has_checkpoints(directory):
+            saved = newest(directory) or checkpoints(directory)[0]
             raise ValueError(
-                f"{directory} has checkpoints of an earlier run (the newest is {saved[0].name}). Go on with "
+                f"{directory} has checkpoints of an earlier run (the newest is {saved.name}). Go on with "
                 "that by --resume, name another folder by --set checkpoint.directory=..., or remove them."
             )
 
@@ -645,6 +654,18 @@ class RunCheckpoints:
         set_last_rates(self._schedule, rates)
         for group, lr in zip(self._engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Whether there are some in a folder, whole or not.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return directory.exists() and bool(checkpoints(directory))
+    except OSError as error:
+        raise CheckpointError(f"No checkpoints can be read in {directory}: {error.strerror}.") from error
 
 
 def _directory(job: Job) -> Path | None:

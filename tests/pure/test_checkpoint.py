@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 import espalier
-from espalier.checkpoint import Checkpoint, CheckpointError, Lying, checkpoints, newest
+from espalier.checkpoint import Checkpoint, CheckpointError, Lying, checkpoints, newest, open_any
 from espalier.checkpoint.folder import Seal
 from espalier.checkpoint.index import decode, encode
 from espalier.checkpoint.saver import Staging, boxes_to_write
@@ -363,6 +363,38 @@ def test_the_one_before_is_loaded(two: Any) -> None:
     third = engine(seed=2)
     third.load(one)
     assert second.steps == 2 and equal(state(second), state(third))
+
+
+def test_one_whose_age_is_not_known_is_told(two: Any) -> None:
+    """Without its seal the newest came last, and an earlier one was taken without a word."""
+    _, one, two_ = two
+    (two_ / "whole.json").write_bytes(b"")
+    second = engine(seed=1)
+    with pytest.warns(UserWarning, match=rf"{two_}/whole.json is damaged.*Now {one} is tried"):
+        second.load(one.parent)
+    assert second.steps == 2 and newest(one.parent) == one
+    with pytest.warns(UserWarning, match=rf"{two_} is damaged: {one} is taken"):
+        assert open_any(one.parent).path == one
+
+
+def test_nothing_goes_on_from_what_was_half_loaded(two: Any) -> None:
+    first, one, two_ = two
+    shutil.rmtree(one)
+    data = bytearray((two_ / "__0_0.distcp").read_bytes())
+    whole = bytes(data)
+    data[data.index(bytes(first.full_state_dict()["3.weight"].numpy().tobytes()))] ^= 4
+    (two_ / "__0_0.distcp").write_bytes(data)
+    second = engine(seed=1)
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        second.load(one.parent)  # the first layer was read
+    with pytest.raises(CheckpointError, match="partly what was there before: .* not those that were written"):
+        second.train_step(batch(0))
+    with pytest.raises(CheckpointError, match="partly what was there before"):
+        second.save(one.parent)
+    (two_ / "__0_0.distcp").write_bytes(whole)
+    second.load(one.parent)
+    assert equal(state(second), state(first))
+    second.train_step(batch(3))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

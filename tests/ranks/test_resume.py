@@ -115,3 +115,15 @@ def test_what_the_job_says_otherwise_holds(ranks: Any, tmp_path: Path) -> None:
         ranks(1, trained, folder, {}, True, {"train_steps": 8})
     told = ranks(1, trained, tmp_path / "new", {}, True, {})[0]
     assert "starting at the beginning" in told
+
+
+def test_no_run_begins_anew_over_checkpoints_that_are_all_damaged(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, trained, tmp_path, {}, False, {})
+    saved = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    for path in saved:
+        (path / "index.json").write_bytes(b"")
+    before = results(tmp_path)[0]
+    with pytest.raises(Exception, match="No other in .* is whole, so there is nothing to go on from"):
+        ranks(1, trained, tmp_path, {}, True, {"train_steps": 8})
+    assert results(tmp_path)[0] == before
+    assert sorted((tmp_path / "out" / "checkpoints").iterdir()) == saved
