@@ -36,6 +36,7 @@ from espalier.train.page import write_page
 from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
+_HEAD = ("run", "name", "status", "began", "updated")  # what ``run.json`` has beside the facts
 _LOOK = 1.0  # ...and between two looks at whose the folder is
 
 
@@ -96,7 +97,9 @@ class RunLog:
         self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]
         self._log = Log(self.folder, self.first, after)
-        self.facts: dict[str, Any] = {}
+        # those that were known, until a step tells anew: none may be left to do
+        known = _head(self.folder) if self.first and after else {}
+        self.facts: dict[str, Any] = {key: fact for key, fact in known.items() if key not in _HEAD}
         self._status, self._written, self._page, self._elapsed = "running", 0, 0.0, 0.0
         self._began, self._looked = _now(), -_LOOK
         self._own = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
@@ -244,9 +247,7 @@ class RunLog:
         if not self._is_time(now) and time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
-        whose = self._own
-        with contextlib.suppress(OSError, ValueError):
-            whose = json.loads((self.folder / "run.json").read_text("utf-8")).get("run", whose)
+        whose = _head(self.folder).get("run", self._own)
         if whose != self._own:
             self._end("left")
             raise RunTaken(
@@ -283,16 +284,22 @@ class RunLog:
         if not self.first or not self._is_time(now):
             return
         self._page = time.monotonic()
-        head = {
-            "run": self._own,
-            "name": self.name,
-            "status": self._status,
-            "began": self._began,
-            "updated": _now(),
-        }
+        head = dict(zip(_HEAD, (self._own, self.name, self._status, self._began, _now()), strict=True))
         text = json.dumps({**head, **self.facts}, default=str)
         write_file(self.folder / "run.json", text.encode(), last=False)
         write_page(self.folder)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder has come to its end, and left its results."""
+    return bool(_head(folder).get("status") == "finished")
+
+
+def _head(folder: Path) -> dict[str, Any]:
+    """What ``run.json`` says; nothing where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / "run.json").read_text("utf-8")))
+    return {}
 
 
 def append(folder: Path, event: Event) -> None:
