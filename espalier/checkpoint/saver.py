@@ -7,10 +7,12 @@ part in no collective. How it went the ranks agree on: at once, or in :meth:`Sav
 
 from __future__ import annotations
 
+import atexit
 import errno
 import math
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -124,6 +126,7 @@ class Saver:
         """
         if self._work is not None:
             work, self._work = self._work, None
+            atexit.unregister(work.tell)
             self._see(work, *work.pending)
 
     def _see(self, work: SaveWork, *done: Future[None]) -> None:
@@ -302,6 +305,14 @@ class SaveWork:
 
         self._thread = threading.Thread(target=run, name="espalier-checkpoint")
         self._thread.start()
+        atexit.register(self.tell)  # threads have ended by then
+
+    def tell(self) -> None:
+        """Say what went wrong, where the program has ended without having asked."""
+        for done in self.pending:
+            if done.done() and (error := done.exception()) is not None:
+                print(f"espalier: {error}", file=sys.stderr, flush=True)
+                return
 
     def write(self) -> None:
         """Write this rank's file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import json
@@ -10,6 +11,7 @@ import pickle
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -417,6 +419,25 @@ def test_a_failed_save_leaves_what_was_there(
     first.save(one.parent, asynchronous=asynchronous)
     first.wait_saved()
     assert newest(one.parent) == one.with_name("step-00000004")
+
+
+def test_a_program_that_ends_without_having_asked_is_told(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last asynchronous save that failed was lost without a word."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    first, one, _ = two
+    first.save(one.parent / "other", asynchronous=True)
+    first.wait_saved()
+    assert not at_exit
+    (one.parent / "file").touch()
+    first.save(one.parent / "file" / "in", asynchronous=True)
+    (told,) = at_exit
+    first._saver._work._thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", said := io.StringIO())
+        told()
+    assert "espalier: No checkpoint can be written to" in said.getvalue()
 
 
 @pytest.fixture
