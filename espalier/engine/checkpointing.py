@@ -38,6 +38,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import parts_of
 from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
 from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.loans import before_handing_out, is_handed_out
 from espalier.tensor.random import state_of_keys
 from espalier.torch_private import raw
 
@@ -74,6 +75,16 @@ def tree_of(
                     on = _layout(p).mesh if isinstance(p, DTensor) else mesh
                     tree[f"optimizer.state.{name}.{key}"] = _lying(x, on, steady=x.ndim > 0)
     return tree
+
+
+def await_before_handing_out(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, wait: Callable[[], None]
+) -> None:
+    """Have a program wait that takes an alias of a parameter or state (``p.data``): its writes are not seen."""
+    states = [] if optimizer is None else [x for state in optimizer.state.values() for x in state.values()]
+    for x in (*parameters_in(module), *states):
+        if isinstance(x, DTensor):
+            before_handing_out(x, wait)
 
 
 def _value_at(name: str) -> str:
@@ -473,7 +484,7 @@ def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: lis
 def _lying(x: torch.Tensor, mesh: Mesh, *, steady: bool = False) -> Lying:
     with raw():
         if type(x) is DTensor or isinstance(x, DTensor):
-            return Lying(plain(x.detach()), x._layout.own, steady)
+            return Lying(plain(x.detach()), x._layout.own, steady and not is_handed_out(x))
         return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)), steady)
 
 

@@ -28,6 +28,7 @@ from espalier.engine.beside import beside_model, check_beside, held_beside, make
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
+    await_before_handing_out,
     candidates,
     export,
     gradients_of,
@@ -825,9 +826,18 @@ class Engine(Surface):
                 index.step, index.plan = self.steps, json.loads(plan)
                 return index, tree
 
-            return self._saver.save(
+            path = self._saver.save(
                 Path(directory), give, keep=keep, asynchronous=asynchronous, durable=durable
             )
+        if asynchronous:
+            own = weakref.ref(self)
+
+            def wait() -> None:
+                if (engine := own()) is not None:
+                    engine.wait_staged()
+
+            await_before_handing_out(self.module, self.optimizer, wait)
+        return path
 
     def wait_staged(self) -> None:
         """Until an asynchronous save has copied parameters and states: from then on they may be written to.

@@ -253,6 +253,25 @@ def test_what_is_written_by_hand_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert equal(state(second), wanted) and not equal(state(first), wanted)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_written_through_data_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """`p.data.clamp_(...)` between two steps: torch counts no such write, so a mixed state was saved."""
+    real = Staging.fill
+    monkeypatch.setattr(Staging, "fill", lambda *given: (time.sleep(0.1), real(*given))[1])
+    first = trained()
+    weights = [p.data for p in first.module.parameters()] if held else []
+    wanted = state(first)
+    first.save(tmp_path, asynchronous=True)
+    for data in weights or (p.data for p in first.module.parameters()):
+        data.clamp_(-0.01, 0.01)
+    first.wait_saved()
+    second = engine(seed=1)
+    second.load(tmp_path)
+    assert equal(state(second), wanted) and not equal(state(first), wanted)
+
+
 def test_the_oldest_stays_until_the_newest_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold, real = threading.Event(), os.fsync
     first = trained()
