@@ -608,6 +608,9 @@ class RunCheckpoints:
         folder = self._job.out / BEST / f"step-{judge.step:08}"
         mesh = self._engine.mesh
         if not gather_objects(folder.is_dir() if mesh.rank == 0 else None, mesh)[0]:
+            self._progress.say(
+                f"the best validation, of step {judge.step}, is not kept any more: no {folder}"
+            )
             return False
         self._engine.load(folder, model_only=True)
         return True
