@@ -80,7 +80,7 @@ def tree_of(
 def await_before_handing_out(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, wait: Callable[[], None]
 ) -> None:
-    """Have a program wait that takes an alias of a parameter or state (``p.data``): its writes aren't seen."""
+    """Have who takes an alias of a parameter or state (``p.data``) wait: nothing counts its writes."""
     states = [] if optimizer is None else [x for state in optimizer.state.values() for x in state.values()]
     for x in (*parameters_in(module), *states):
         if isinstance(x, DTensor):
