@@ -141,7 +141,7 @@ class Saver:
             if failed:
                 try:
                     agree(error, self.mesh, range(self.mesh.ndim))
-                except (RuntimeError, ValueError) as met:
+                except Exception as met:
                     work.give_up(undo=True)
                     raise CheckpointError(str(met)) from met
 
@@ -308,11 +308,11 @@ class SaveWork:
         atexit.register(self.tell)  # threads have ended by then
 
     def tell(self) -> None:
-        """Say what went wrong, where the program has ended without having asked."""
-        for done in self.pending:
-            if done.done() and (error := done.exception()) is not None:
-                print(f"espalier: {error}", file=sys.stderr, flush=True)
-                return
+        """Say what went wrong, where the program has ended without having asked; what is not whole goes."""
+        errors = [error for done in self.pending if done.done() and (error := done.exception()) is not None]
+        if errors:
+            print(f"espalier: {errors[0]}", file=sys.stderr, flush=True)
+            self.give_up(undo=False)
 
     def write(self) -> None:
         """Write this rank's file."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
-from espalier.comm.control import named
+from espalier.comm.control import met_by, named
 from espalier.faults.settings import Faults
 
 _SOON: Final = 2.0  # seconds without a move, where the cause is known
@@ -95,12 +95,14 @@ class Verdict:
         text: the report, but for the end of a process that only its parent knows.
         delay: seconds from the last sign of life, or the last thing done, to this verdict.
         words: the last lines of standard error of the first to blame.
+        leave: whether those to blame have told of their end, and are about to say why.
     """
 
     ranks: tuple[int, ...]
     text: str
     delay: float
     words: tuple[str, ...] = ()
+    leave: bool = False
 
     def dumps(self, by: int = 0) -> str:
         """As text; of each rank another one."""
@@ -110,7 +112,8 @@ class Verdict:
     def loads(cls, text: str | bytes) -> Self:
         """From text."""
         fields = json.loads(text)
-        return cls(tuple(fields["ranks"]), fields["text"], fields["delay"], tuple(fields["words"]))
+        words = tuple(fields["words"])
+        return cls(tuple(fields["ranks"]), fields["text"], fields["delay"], words, fields["leave"])
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,12 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     signs = {rank: of.sign for rank, of in heard.items() if of.sign is not None}
     failed = sorted((s.at, rank) for rank, s in signs.items() if s.end == "failed")
     if failed:
-        return _verdict(heard, [failed[0][1]], lambda s: f"failed: {s.message}", 0.0)
+        first = failed[0][1]
+        origin = met_by(signs[first].message)  # all raise what one has met, and the others don't know where
+        if origin is not None and origin in signs and signs[origin].end == "failed":
+            first = origin
+        verdict = _verdict(heard, [first], lambda s: f"failed: {s.message}", 0.0)
+        return replace(verdict, leave=True)
     ended = {peer for s in signs.values() for peer, computed in s.peers.items() if computed is None}
     gone = sorted(rank for rank in ended if rank in signs and heard[rank].runs)
     if gone:

@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +42,10 @@ _LOOK = 1.0  # ...and between two looks at whose the folder is
 
 class RunTaken(RuntimeError):
     """Another run has begun in the folder of this one."""
+
+
+class RunUnwritten(ValueError):
+    """What a run measures cannot be written to its folder."""
 
 
 class RunLog:
@@ -171,6 +175,7 @@ class RunLog:
 
         Raises:
             RunTaken: on the first rank, where another run has begun in the folder.
+            RunUnwritten: on the first rank, where the folder cannot be written to: a full disk.
         """
         engine, log = self.engine, self._log
         self.stop()
@@ -200,7 +205,8 @@ class RunLog:
             self.facts["timeline"] = timeline_of(engine)
         if self.first and self._written:
             self._keep(val_loss is not None)
-        log.write(record)
+        with self._writing():
+            log.write(record)
         self._written += 1
         for callback in self._callbacks:
             callback.record(record)
@@ -271,10 +277,11 @@ class RunLog:
         if self._status != "running":
             return
         status = "left" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-        if self.first:
-            said = str(error).strip() or type(error).__name__
-            append(self.folder, Event(status, said, self.engine.steps, _now()))
-        self.close(status)
+        with contextlib.suppress(OSError, RunUnwritten):  # the error is to be told, not one more
+            if self.first:
+                said = str(error).strip() or type(error).__name__
+                append(self.folder, Event(status, said, self.engine.steps, _now()))
+            self.close(status)
 
     def _is_time(self, now: bool) -> bool:
         return now or time.monotonic() - self._page > _EVERY or self._written < 3
@@ -286,8 +293,19 @@ class RunLog:
         self._page = time.monotonic()
         head = dict(zip(_HEAD, (self._own, self.name, self._status, self._began, _now()), strict=True))
         text = json.dumps({**head, **self.facts}, default=str)
-        write_file(self.folder / "run.json", text.encode(), last=False)
-        write_page(self.folder)
+        with self._writing():
+            write_file(self.folder / "run.json", text.encode(), last=False)
+            write_page(self.folder)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunUnwritten(
+                f"What is measured cannot be written to {self.folder}: {error.strerror}. Checkpoints that"
+                " were saved are as they were: make space, and go on from the newest (--resume)."
+            ) from error
 
 
 def is_finished(folder: Path) -> bool:

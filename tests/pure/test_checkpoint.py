@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -442,6 +443,10 @@ def test_a_failed_save_leaves_what_was_there(
 
 def test_a_program_that_ends_without_having_asked_is_told(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last asynchronous save that failed was lost without a word."""
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left")
+
     at_exit: list[Any] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(atexit, "unregister", at_exit.remove)
@@ -449,14 +454,15 @@ def test_a_program_that_ends_without_having_asked_is_told(two: Any, monkeypatch:
     first.save(one.parent / "other", asynchronous=True)
     first.wait_saved()
     assert not at_exit
-    (one.parent / "file").touch()
-    first.save(one.parent / "file" / "in", asynchronous=True)
-    (told,) = at_exit
-    first._saver._work._thread.join()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        first.save(one.parent / "full", asynchronous=True)
+        (told,) = at_exit
+        first._saver._work._thread.join()
         patch.setattr(sys, "stderr", said := io.StringIO())
         told()
-    assert "espalier: No checkpoint can be written to" in said.getvalue()
+    assert re.search("espalier: .* could not be written: No space left", said.getvalue())
+    assert os.listdir(one.parent / "full") == []
 
 
 @pytest.fixture
