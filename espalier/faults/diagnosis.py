@@ -96,6 +96,7 @@ class Verdict:
         delay: seconds from the last sign of life, or the last thing done, to this verdict.
         words: the last lines of standard error of the first to blame.
         leave: whether those to blame have told of their end, and are about to say why.
+        silent: whether they give no sign of life, so that they are ended from without.
     """
 
     ranks: tuple[int, ...]
@@ -103,6 +104,7 @@ class Verdict:
     delay: float
     words: tuple[str, ...] = ()
     leave: bool = False
+    silent: bool = False
 
     def dumps(self, by: int = 0) -> str:
         """As text; of each rank another one."""
@@ -112,8 +114,8 @@ class Verdict:
     def loads(cls, text: str | bytes) -> Self:
         """From text."""
         fields = json.loads(text)
-        words = tuple(fields["words"])
-        return cls(tuple(fields["ranks"]), fields["text"], fields["delay"], words, fields["leave"])
+        del fields["by"]
+        return cls(**{**fields, "ranks": tuple(fields["ranks"]), "words": tuple(fields["words"])})
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,9 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     ]
     if silent:
         delay = min(heard[rank].silent for rank in silent)
-        return _verdict(
-            heard, silent, lambda s: f"gave no sign of life for {delay:.1f} s (on {s.host})", delay
-        )
+        says = f"gave no sign of life for {delay:.1f} s"
+        verdict = _verdict(heard, silent, lambda s: f"{says} (on {s.host})", delay)
+        return replace(verdict, silent=True)
     left = sorted(rank for rank, s in signs.items() if s.end == "left")
     hurt = [rank for rank, s in signs.items() if s.end == "consequence"]
     rest = [of for of in heard.values() if of.runs]
