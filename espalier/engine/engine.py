@@ -155,6 +155,7 @@ class Engine(Surface):
         self._saver: Saver | None = None
         self._half_loaded = ""  # what was met by a load that failed when it had changed parameters
         self._loaders: tuple[Loader, ...] = ()
+        self._positions_left = 0  # of the checkpoint that was loaded, which no loader has taken
         if optimizer is not None:
             self._bind(optimizer)
         self._drew_apart = share_random_state(mesh)
@@ -393,6 +394,13 @@ class Engine(Surface):
         Raises:
             ValueError: the dataset has no length, or ``options`` say how rows are drawn.
         """
+        if self._positions_left:
+            self._positions_left -= 1
+            warnings.warn(
+                "This loader begins at its first batch: it is made after engine.load, and the checkpoint has a "
+                "position that no loader has taken. Make loaders before engine.load, as when it was saved.",
+                stacklevel=user_frame()[0],
+            )
         loader = Loader(
             self.local_batch,
             self.batch_rows,
@@ -894,6 +902,8 @@ class Engine(Surface):
                     self._half_loaded = str(error)
                     raise
                 self._half_loaded = ""
+                if not model_only:
+                    self._positions_left = len((values.get("loaders") or ())[len(self._loaders) :])
                 self.steps = self.steps if model_only else values["steps"]
                 return dict(values["extra"])
             except CheckpointError as error:

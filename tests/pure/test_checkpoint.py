@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import espalier
@@ -327,6 +328,23 @@ def test_what_killed_processes_left(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         first.load(tmp_path / "none")
+
+
+def test_a_loader_that_comes_too_late_for_its_position_is_told(tmp_path: Path) -> None:
+    rows = TensorDataset(torch.randn(12, 4), torch.randn(12, 4))
+    first = engine()
+    loader = first.loader(rows, batch_size=6, shuffle=True)
+    first.train_step(next(iter(loader)))
+    first.save(tmp_path)
+    second, third = engine(seed=1), engine(seed=2)
+    second.load(tmp_path)
+    with pytest.warns(UserWarning, match="begins at its first batch: it is made after engine.load"):
+        second.loader(rows, batch_size=6, shuffle=True)
+    second.loader(rows, batch_size=4)  # one of its own
+    again = third.loader(rows, batch_size=6, shuffle=True)
+    third.load(tmp_path)
+    assert again.batch == 1
+    third.loader(rows, batch_size=4)
 
 
 # ---- what breaks
