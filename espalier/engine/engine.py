@@ -397,8 +397,8 @@ class Engine(Surface):
         if self._positions_left:
             self._positions_left -= 1
             warnings.warn(
-                "This loader begins at its first batch: it is made after engine.load, and the checkpoint has a "
-                "position that no loader has taken. Make loaders before engine.load, as when it was saved.",
+                "This loader begins at its first batch: it is made after engine.load, and the checkpoint has "
+                "a position that no loader has taken. Make loaders before engine.load, as when it was saved.",
                 stacklevel=user_frame()[0],
             )
         loader = Loader(
