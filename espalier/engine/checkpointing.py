@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,8 +13,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import named_parameters_in, parameters_in
-from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
-from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, encode
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
@@ -78,9 +76,14 @@ def tree_of(
 
 
 def await_before_handing_out(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, wait: Callable[[], None]
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, waits: Callable[[], Callable[[], None] | None]
 ) -> None:
     """Have who takes an alias of a parameter or state (``p.data``) wait: nothing counts its writes."""
+
+    def wait() -> None:
+        if (wait_staged := waits()) is not None:
+            wait_staged()
+
     states = [] if optimizer is None else [x for state in optimizer.state.values() for x in state.values()]
     for x in (*parameters_in(module), *states):
         if isinstance(x, DTensor):
@@ -184,47 +187,6 @@ def device_stream(mesh: Mesh) -> GeneratorState | None:
         return None
     device = mesh.device()
     return GeneratorState(partial(get_rng_state, device), partial(set_rng_state, device))
-
-
-def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
-    """The checkpoint that a folder is, or those that it has, newest first (a collective).
-
-    Raises:
-        CheckpointError: on all ranks, if there is none.
-    """
-    paths: list[Path] = []
-    error: OSError | None = None
-    if mesh.rank == 0:
-        path = Path(directory)
-        try:
-            if path.is_dir() and not (path / INDEX).exists():
-                paths = checkpoints(path)
-            elif path.exists():
-                paths = [path]
-        except OSError as met:
-            error = met
-    agreed(error, mesh)
-    paths = gather_objects(paths, mesh)[0]
-    if not paths:
-        raise CheckpointError(
-            f"There is no checkpoint in {directory}. Name a folder that engine.save wrote to."
-        )
-    return paths
-
-
-def opened(path: Path, mesh: Mesh) -> Checkpoint:
-    """A checkpoint (a collective).
-
-    Raises:
-        CheckpointError: on all ranks, if one of them cannot read it.
-    """
-    error: Exception | None = None
-    try:
-        checkpoint = Checkpoint(path)
-    except CheckpointError as met:
-        error = met
-    agreed(error, mesh)
-    return checkpoint
 
 
 def agreed(error: Exception | None, mesh: Mesh, kind: type[Exception] = CheckpointError) -> None:

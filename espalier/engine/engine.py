@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import warnings
@@ -19,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.blocks import named_parameters_in, parameters_in
-from espalier.checkpoint import CheckpointError, Index, Lying, Saver
+from espalier.checkpoint import Index, Lying, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
@@ -29,15 +28,12 @@ from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
     await_before_handing_out,
-    candidates,
     export,
     gradients_of,
     held,
     index_and_tree,
     load_weights,
     named_values,
-    opened,
-    restore,
     set_parameters,
     state_of,
     take_state,
@@ -46,6 +42,7 @@ from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
 from espalier.engine.kept import cloned
+from espalier.engine.loads import Loads
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -153,9 +150,8 @@ class Engine(Surface):
         self._judgement: Judgement | None = None  # of gradients that stay
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
-        self._half_loaded = ""  # what was met by a load that failed when it had changed parameters
         self._loaders: tuple[Loader, ...] = ()
-        self._positions_left = 0  # of the checkpoint that was loaded, which no loader has taken
+        self._loads = Loads()
         if optimizer is not None:
             self._bind(optimizer)
         self._drew_apart = share_random_state(mesh)
@@ -394,13 +390,7 @@ class Engine(Surface):
         Raises:
             ValueError: the dataset has no length, or ``options`` say how rows are drawn.
         """
-        if self._positions_left:
-            self._positions_left -= 1
-            warnings.warn(
-                "This loader begins at its first batch: it is made after engine.load, and the checkpoint has "
-                "a position that no loader has taken. Make loaders before engine.load, as when it was saved.",
-                stacklevel=user_frame()[0],
-            )
+        self._loads.tell_of_late()
         loader = Loader(
             self.local_batch,
             self.batch_rows,
@@ -618,7 +608,7 @@ class Engine(Surface):
         passes, data, known = self.passes, self._laid_out(), self._judgement
         if known is not None and (passes.has_gradients or optimizer in known.stepped):
             known = None
-        self._check_loaded()
+        self._loads.check()
         passes.check_step()
         passes.seen.check()
         passes.finish()
@@ -818,7 +808,7 @@ class Engine(Surface):
         """
         if self.mesh.is_dry:
             raise ValueError("A dry mesh holds no values: there is nothing to save.")
-        self._check_loaded()
+        self._loads.check()
         if self.passes.holds_gradients:
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         data, values = self._laid_out(), dict(named_values(self._state, self.steps))
@@ -838,13 +828,7 @@ class Engine(Surface):
                 Path(directory), give, keep=keep, asynchronous=asynchronous, durable=durable
             )
         if asynchronous:
-            own = weakref.ref(self)
-
-            def wait() -> None:
-                if (engine := own()) is not None:
-                    engine.wait_staged()
-
-            await_before_handing_out(self.module, self.optimizer, wait)
+            await_before_handing_out(self.module, self.optimizer, weakref.WeakMethod(self.wait_staged))
         return path
 
     def wait_staged(self) -> None:
@@ -892,37 +876,9 @@ class Engine(Surface):
         data = self._to_fill()
         self.wait_saved()
         self.zero_grad()
-        paths = candidates(directory, self.mesh)
-        for path, following in itertools.zip_longest(paths, paths[1:]):
-            try:
-                checkpoint = opened(path, self.mesh)
-                try:
-                    values = restore(self._state, checkpoint, data, extra, model_only)
-                except CheckpointError as error:
-                    self._half_loaded = str(error)
-                    raise
-                self._half_loaded = ""
-                if not model_only:
-                    self._positions_left = len((values.get("loaders") or ())[len(self._loaders) :])
-                self.steps = self.steps if model_only else values["steps"]
-                return dict(values["extra"])
-            except CheckpointError as error:
-                if following is None:
-                    raise
-                warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
-        raise AssertionError
-
-    def _check_loaded(self) -> None:
-        """See that parameters are not partly those of a damaged checkpoint, partly those from before.
-
-        Raises:
-            CheckpointError: they are.
-        """
-        if self._half_loaded:
-            raise CheckpointError(
-                f"A load has failed, and parameters are partly what was there before: {self._half_loaded} "
-                "Load a whole checkpoint, or make model and engine anew to start at the beginning."
-            )
+        values = self._loads.newest(self._state, directory, data, extra, model_only)
+        self.steps = self.steps if model_only else values["steps"]
+        return dict(values["extra"])
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).

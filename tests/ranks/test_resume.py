@@ -141,7 +141,7 @@ def test_where_no_checkpoint_can_be_written_no_step_is_made(ranks: Any, tmp_path
 
 
 def test_no_run_begins_anew_over_checkpoints_that_are_all_damaged(ranks: Any, tmp_path: Path) -> None:
-    ranks(1, trained, tmp_path, {}, False, {})
+    ranks(1, trained, tmp_path, {}, False, {"checkpoint_keep": 1})
     saved = sorted((tmp_path / "out" / "checkpoints").iterdir())
     for path in saved:
         (path / "index.json").write_bytes(b"")
