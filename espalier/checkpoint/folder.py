@@ -165,7 +165,7 @@ def prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)  # other ranks may have made it
         for old in directory.iterdir():
             if _OURS.fullmatch(old.name) and old != path:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
             elif old.name.endswith(_REPLACED) and _STEP.fullmatch(old.name):
                 newer = old.with_name(old.name.removesuffix(_REPLACED))
                 if not newer.exists():
@@ -243,7 +243,15 @@ def _leave(path: Path) -> None:
     token = secrets.token_hex(4)
     hidden = path.with_name(f".{path.name.removesuffix(_REPLACED)}.leaving-{token}")
     path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """As far as that goes; of a link only itself."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- for torch's tools

@@ -815,7 +815,8 @@ class Engine(Surface):
         if self._saver is None:
             self._saver = Saver(self.mesh)
         self.wait_staged()  # masters may follow what was written to parameters
-        with torch.no_grad(), data.precise(on_device=False):
+        # what is kept for later is none of inference mode: one evaluates in it, and saves the best
+        with torch.inference_mode(False), torch.no_grad(), data.precise(on_device=False):
             saves = self.passes.saves
 
             def give() -> tuple[Index, Mapping[str, Lying]]:
@@ -876,7 +877,8 @@ class Engine(Surface):
         data = self._to_fill()
         self.wait_saved()
         self.zero_grad()
-        values = self._loads.newest(self._state, directory, data, extra, model_only)
+        with torch.inference_mode(False):
+            values = self._loads.newest(self._state, directory, data, extra, model_only)
         self.steps = self.steps if model_only else values["steps"]
         return dict(values["extra"])
 

@@ -313,6 +313,17 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000005"]
 
 
+def test_of_a_link_to_a_checkpoint_only_the_link_goes(tmp_path: Path) -> None:
+    first = trained()
+    elsewhere = first.save(tmp_path / "archive")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / elsewhere.name).symlink_to(elsewhere)
+    first.train_step(batch(2))
+    saved = first.save(tmp_path / "run", keep=1, durable=True)
+    assert os.listdir(tmp_path / "run") == [saved.name]
+    Checkpoint(elsewhere).verify()
+
+
 def test_what_killed_processes_left(tmp_path: Path) -> None:
     first = trained()
     path = first.save(tmp_path)
@@ -328,6 +339,25 @@ def test_what_killed_processes_left(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         first.load(tmp_path / "none")
+
+
+def test_what_is_saved_and_loaded_in_inference_mode_trains_on(tmp_path: Path) -> None:
+    """One evaluates in it, and saves the best: buffers of copies and states of optimizers were of that mode."""
+    first = trained()
+    with torch.inference_mode():
+        saved = first.save(tmp_path, asynchronous=True)
+    wanted = state(first)
+    first.train_step(batch(2))
+    first.save(tmp_path, asynchronous=True)
+    first.train_step(batch(3))
+    first.wait_saved()
+    second = engine(seed=1)
+    with torch.inference_mode():
+        second.load(saved)
+    assert equal(state(second), wanted)
+    for step in (2, 3):
+        second.train_step(batch(step))
+    assert equal(state(second), state(first))
 
 
 def test_a_loader_that_comes_too_late_for_its_position_is_told(tmp_path: Path) -> None:
