@@ -342,7 +342,7 @@ def test_what_killed_processes_left(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_and_loaded_in_inference_mode_trains_on(tmp_path: Path) -> None:
-    """One evaluates in it, and saves the best: buffers of copies and states of optimizers were of that mode."""
+    """One evaluates in it, and saves the best: buffers of copies and states were of that mode."""
     first = trained()
     with torch.inference_mode():
         saved = first.save(tmp_path, asynchronous=True)
