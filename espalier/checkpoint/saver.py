@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import math
 import secrets
 import socket
 import sys
 import threading
 import time
+import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,10 +32,11 @@ from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
 from espalier.checkpoint.tensor_file import LARGEST, TensorFile
 from espalier.comm.control import agree, any_says, gather_objects
 from espalier.device import current_stream, host_buffer, new_stream, on, wait_for
-from espalier.files import write_file
+from espalier.files import bytes_of, write_file
 from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import version_of
 
 
@@ -80,19 +84,20 @@ class Saver:
         self.wait()
         mesh = self.mesh
         error: Exception | None = None
-        index, own_boxes = Index(), list[OwnBox]()
+        index, own_boxes, sums = Index(), list[OwnBox](), dict[str, int]()
         try:
             index, tree = give()
-            own_boxes = boxes_to_write(tree)
+            own_boxes, sums = boxes_to_write(tree), _sums_beside(index, tree)
         except Exception as met:
             error = met  # others are not to wait for this rank
-        own = secrets.token_hex(4), keep, socket.gethostname(), str(Path(directory).resolve())
-        of_ranks = gather_objects(own, mesh)
-        token, keep = of_ranks[0][:2]
+        place = socket.gethostname(), str(Path(directory).resolve())
+        of_ranks = gather_objects((secrets.token_hex(4), keep, place, sums), mesh)
+        token, keep, *_ = of_ranks[0]
         self._token = self._token or token
         _see_some_stay(keep)
-        _see_one_folder([place for _, _, *place in of_ranks])
+        _see_one_folder([place for _, _, place, _ in of_ranks])
         agree(error, mesh, range(mesh.ndim))
+        _see_what_differs([sums for *_, sums in of_ranks])
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
@@ -172,6 +177,53 @@ def _see_one_folder(places: Sequence[Sequence[str]]) -> None:
                 f"Ranks save one checkpoint to several folders, {other} and {folder}. Give the same on all "
                 "ranks: a name with the time, or with a random part, is to be made by one rank and told."
             )
+
+
+_SMALL = 1 << 16  # bytes of a tensor that is summed up
+_FEW = 1000  # values
+
+
+def _sums_beside(index: Index, tree: Mapping[str, Lying]) -> dict[str, int]:
+    """Checksums of what is saved beside the model, by where it stands; the names of tensors end in $."""
+    sums: dict[str, int] = {}
+
+    def add(at: str, value: Any) -> None:
+        if isinstance(value, dict) and not any(key.startswith("$") for key in value):
+            for key, x in value.items():
+                add(f"{at}.{key}", x)
+        elif len(sums) < _FEW:
+            sums[at] = zlib.crc32(json.dumps(value).encode())
+
+    add("extra", index.values.get("extra", {}))
+    for name, (x, layout, _) in tree.items():
+        if name.startswith("extra."):
+            small = not layout.order and x.device.type == "cpu" and x.nbytes <= _SMALL
+            sums[f"{name}$"] = zlib.crc32(bytes_of(x)) if small else 0
+    return sums
+
+
+def _see_what_differs(of_ranks: Sequence[Mapping[str, int]]) -> None:
+    """Warn of what ranks say differently under one name: one of them is written.
+
+    Raises:
+        ValueError: some have tensors that others don't; on all ranks.
+    """
+    first: dict[str, int] = {}
+    apart = {at for sums in of_ranks for at, crc in sums.items() if first.setdefault(at, crc) != crc}
+    alone = [at for at in first if at.endswith("$") and not all(at in sums for sums in of_ranks)]
+    advice = "Gather what each rank has, and give it on all (torch.distributed.all_gather_object)."
+    if alone:
+        raise ValueError(f"engine.save: some ranks alone give the tensor {_plain_name(alone[0])!r}. {advice}")
+    if apart:
+        names = ", ".join(map(_plain_name, sorted(apart)[:3]))
+        words = (
+            f"engine.save: ranks give {names} different values, and one of them is saved for all. {advice}"
+        )
+        warnings.warn(words, stacklevel=user_frame()[0])
+
+
+def _plain_name(at: str) -> str:
+    return at.removeprefix("extra.").removesuffix("$")
 
 
 def index_of(tree: Mapping[str, Lying]) -> dict[str, Boxes]:

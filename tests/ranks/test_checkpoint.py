@@ -424,6 +424,26 @@ def asks_for_what_cannot_be(rank: int, world: int, folder: Path) -> None:
     asks_alone_for_what_cannot_be(rank, engine, folder)
 
 
+def says_otherwise(rank: int, world: int, folder: Path) -> None:
+    net = nn.Linear(4, 4)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": world})
+    draws = torch.Generator().manual_seed(rank)
+    for own in ({"seen": {"rows": 4 + rank}}, {"draws": draws.get_state()}):
+        with pytest.warns(UserWarning, match="ranks give (seen.rows|draws) different values"):
+            engine.save(folder, **own, alike=(1, "x"))
+    engine.save(
+        folder, alike=torch.ones(3), seen={f"rank{rank}": 4 + rank}, **{f"of{rank}": draws.get_state()}
+    )
+    found = engine.load(folder)
+    assert found["seen"] == {"rank0": 4, "rank1": 5} and len(found) == 4
+    assert torch.equal(found[f"of{rank}"], draws.get_state())
+
+
+def test_what_ranks_say_differently_is_told(ranks: Any, tmp_path: Path) -> None:
+    """The first rank's was written, without a word."""
+    ranks(2, says_otherwise, tmp_path)
+
+
 class Fails:
     """Beside a model; has a state on the first rank alone."""
 
