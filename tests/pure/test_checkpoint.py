@@ -38,6 +38,7 @@ from espalier.checkpoint.index import decode, encode
 from espalier.checkpoint.saver import Staging, boxes_to_write
 from espalier.checkpoint.tensor_file import ALIGN, frame_of
 from espalier.cli.main import app
+from espalier.compat.deepspeed.checkpoints import whole_tag
 from espalier.engine import Engine
 from espalier.layout import Layout, Replicate, Shard
 from espalier.mesh import Mesh
@@ -465,6 +466,18 @@ def test_nothing_goes_on_from_what_was_half_loaded(two: Any) -> None:
     second.load(one.parent)
     assert equal(state(second), state(first))
     second.train_step(batch(3))
+
+
+def test_a_tag_whose_program_died_as_it_was_written_is_not_the_latest(tmp_path: Path) -> None:
+    """DeepSpeed's ``latest`` is written before an asynchronous save is whole."""
+    first = trained()
+    assert whole_tag(tmp_path, "three") == "three"  # there is none: the load says so
+    for tag in ("one", "two"):
+        first.save(tmp_path / tag)
+    (tmp_path / "three" / ".step-00000002.saving-0").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="names 'three', whose checkpoint is not whole: 'two' is taken"):
+        assert whole_tag(tmp_path, "three") == "two"
+    assert whole_tag(tmp_path, "one") == "one"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
