@@ -84,7 +84,7 @@ class Saver:
         self.wait()
         mesh = self.mesh
         error: Exception | None = None
-        index, own_boxes, sums = Index(), list[OwnBox](), dict[str, int]()
+        index, own_boxes, sums = Index(), list[OwnBox](), dict[str, int | None]()
         try:
             index, tree = give()
             own_boxes, sums = boxes_to_write(tree), _sums_beside(index, tree)
@@ -183,9 +183,12 @@ _SMALL = 1 << 16  # bytes of a tensor that is summed up
 _FEW = 1000  # values
 
 
-def _sums_beside(index: Index, tree: Mapping[str, Lying]) -> dict[str, int]:
-    """Checksums of what is saved beside the model, by where it stands; the names of tensors end in $."""
-    sums: dict[str, int] = {}
+def _sums_beside(index: Index, tree: Mapping[str, Lying]) -> dict[str, int | None]:
+    """Checksums of what is saved beside the model, by where it stands; the names of tensors end in $.
+
+    None: of a tensor that is large, or not the same on all ranks anyway.
+    """
+    sums: dict[str, int | None] = {}
 
     def add(at: str, value: Any) -> None:
         if isinstance(value, dict) and not any(key.startswith("$") for key in value):
@@ -197,20 +200,23 @@ def _sums_beside(index: Index, tree: Mapping[str, Lying]) -> dict[str, int]:
     add("extra", index.values.get("extra", {}))
     for name, (x, layout, _) in tree.items():
         if name.startswith("extra."):
-            small = not layout.order and x.device.type == "cpu" and x.nbytes <= _SMALL
-            sums[f"{name}$"] = zlib.crc32(bytes_of(x)) if small else 0
+            alike = layout.mesh.is_member and not layout.order and x.device.type == "cpu"
+            sums[f"{name}$"] = zlib.crc32(bytes_of(x)) if alike and x.nbytes <= _SMALL else None
     return sums
 
 
-def _see_what_differs(of_ranks: Sequence[Mapping[str, int]]) -> None:
+def _see_what_differs(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
     """Warn of what ranks say differently under one name: one of them is written.
 
     Raises:
         ValueError: some have tensors that others don't; on all ranks.
     """
-    first: dict[str, int] = {}
-    apart = {at for sums in of_ranks for at, crc in sums.items() if first.setdefault(at, crc) != crc}
-    alone = [at for at in first if at.endswith("$") and not all(at in sums for sums in of_ranks)]
+    given: dict[str, set[int | None]] = {}
+    for sums in of_ranks:
+        for at, crc in sums.items():
+            given.setdefault(at, set()).add(crc)
+    apart = [at for at, crcs in given.items() if len(crcs - {None}) > 1]
+    alone = [at for at in given if at.endswith("$") and not all(at in sums for sums in of_ranks)]
     advice = "Gather what each rank has, and give it on all (torch.distributed.all_gather_object)."
     if alone:
         raise ValueError(f"engine.save: some ranks alone give the tensor {_plain_name(alone[0])!r}. {advice}")
