@@ -95,6 +95,31 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
 
+def hooks_around_a_closure(lay: Lay) -> list[Any]:
+    """Before a step its hooks see what the step before has left: the closure makes gradients anew."""
+    model, out = net(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+
+    def clip(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in of.param_groups for p in group["params"]]
+        has_gradients = [p for p in held if p.grad is not None]
+        out.append(float(nn.utils.clip_grad_norm_(has_gradients, 0.01)) if has_gradients else 0.0)
+
+    optimizer.register_step_pre_hook(clip)
+    model, optimizer = lay(model, optimizer)
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            if step != 1:
+                optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        out.append(float(optimizer.step(closure)))
+    return [*out, *model.parameters()]
+
+
 def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
     """A schedule writes to a rate that is a tensor; norms and losses are added up where they are."""
     model = net()
@@ -416,6 +441,34 @@ def transforms_of_the_model(lay: Lay) -> list[Any]:
         optimizer.zero_grad()
         out += [score, along]
     return [*out, *model.parameters()]
+
+
+class Scaled(nn.Module):
+    """Has parameters and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = net(), nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale + self.shift
+
+
+def tensors_for_one_call(lay: Lay) -> list[Any]:
+    """Weights that are a step further, which a loss hangs on, and another buffer."""
+    model, out = Scaled(), []
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        x, y = batch(step)
+        held = dict(model.named_parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(held.values()))
+        given = {name: p - 0.1 * g for (name, p), g in zip(held.items(), gradients, strict=True)}
+        given["shift"] = model.shift * 2
+        loss = F.cross_entropy(torch.func.functional_call(model, given, (x,)), y)
+        out.append(stepped(loss, optimizer).item())
+        assert all(p is held[name] for name, p in model.named_parameters())
+    return [*out, *model.parameters(), *model.buffers()]
 
 
 def weights_put_aside(lay: Lay) -> list[Any]:
@@ -829,6 +882,7 @@ PROGRAMS = (
     norms_that_are_synchronized,
     weights_as_a_vector,
     weights_put_aside,
+    tensors_for_one_call,
     transforms_in_blocks,
     transforms_of_the_model,
     changes_of_the_model,
@@ -842,6 +896,7 @@ PROGRAMS = (
     averages_of_weights,
     norms_that_are_synchronized,
     hooks_of_an_optimizer,
+    hooks_around_a_closure,
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
@@ -857,6 +912,7 @@ STAGED = (
     optimizers_of_a_part,
     averages_of_weights,
     hooks_of_an_optimizer,
+    hooks_around_a_closure,
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
