@@ -116,7 +116,7 @@ def hooks_around_a_closure(lay: Lay) -> list[Any]:
             loss.backward()
             return loss
 
-        out.append(float(optimizer.step(closure)))
+        out.append(optimizer.step(closure).item())  # type: ignore[arg-type]
     return [*out, *model.parameters()]
 
 
@@ -297,6 +297,36 @@ class Graph(nn.Module):
     def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
         hidden = torch.sparse.mm(self.rows, self.first(x)).relu()  # type: ignore[operator]
         return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
+
+
+def statistics_in_the_order_of_calls(lay: Lay) -> list[Any]:
+    """What two calls give is asked for, or goes back, in another order than that of the calls."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out: list[Any] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        (x, y), (z, _) = batch(2 * step), batch(2 * step + 1)
+        with torch.set_grad_enabled(step != 1):
+            first = model(x)
+        second = model(z * 3)
+        if step == 0:  # a key that no gradient goes back through
+            loss = (F.normalize(first) * F.normalize(second.detach())).sum()
+            loss.backward()
+        elif step == 1:
+            loss = F.cross_entropy(second, y)
+            loss.backward()
+            out.append(first.sum().item())
+        elif step == 2:
+            out.append(F.cross_entropy(second, y).item())
+            loss = F.cross_entropy(first, y)
+            loss.backward()
+        else:
+            loss = second.square().mean() - first.mean()
+            loss.backward()
+        optimizer.step()
+        out += [loss.item(), *(x.clone() for x in model.buffers())]
+    return [*out, *model.parameters()]
 
 
 def sparse_graphs(lay: Lay) -> list[Any]:
@@ -894,6 +924,7 @@ PROGRAMS = (
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
     statistics_of_two_calls,
+    statistics_in_the_order_of_calls,
     sparse_graphs,
     averages_of_weights,
     norms_that_are_synchronized,
@@ -909,6 +940,7 @@ STAGED = (
     transforms_in_blocks,
     functions_of_torchscript,
     losses_of_torchscript,
+    statistics_in_the_order_of_calls,
     sparse_graphs,
     parameters_given,
     optimizers_of_a_part,
