@@ -311,11 +311,11 @@ class Loading:
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
-        layout = self._lies(p)
-        if not layout.mesh.is_member:
+        layout, name = self._lies(p), self._names.get(id(p))
+        if name is None or not layout.mesh.is_member:  # the program has put another in its place
             return
         with raw():
-            name, here = self._names[id(p)], plain(p.detach())
+            here = plain(p.detach())
             self.read(_value_at(name), here, layout)
             if self._optimizer is not None:
                 state = self._state(name, here, layout, isinstance(p, DTensor))

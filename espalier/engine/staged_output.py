@@ -69,6 +69,7 @@ class StagedPasses(Protocol):
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
+    to_write: list[ModelRun]  # calls whose buffers nobody has written yet, in their order
 
     @property
     def stages(self) -> Stages: ...
@@ -134,6 +135,8 @@ class ModelRun:
         self.leaves: list[torch.Tensor] = []
         self.handed_out: Any = None
         self._hooks = passes.observers.hooks
+        if passes.call.module.training:
+            passes.to_write.append(self)
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +248,7 @@ class ModelRun:
             inputs = mapped(lambda x: self._earlier.get(id(x), x), inputs)
         parts, own = self._parts(inputs)
         passes.lay_out(parts[0])  # after which buffers are others
+        self._let_earlier_write()
         if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
@@ -254,6 +258,34 @@ class ModelRun:
             if self._state.grad and self._drawn_from is None:
                 self._begins, self._ends = begins, states(device)
         return self._joined(outputs, own, inputs)
+
+    def _let_earlier_write(self) -> None:
+        """Before this call writes to buffers, those do that the program has made before it.
+
+        What they give has not been asked for: they run for their buffers, and, if a loss goes back, again.
+        """
+        passes = self._passes
+        split = passes.stages.split
+        if self not in passes.to_write:
+            return
+        n = passes.to_write.index(self)
+        earlier, passes.to_write[: n + 1] = passes.to_write[:n], []
+        for run in earlier if split.written and not split.remembers else ():
+            if run._is_as_called():
+                with torch.no_grad():
+                    run.value()
+
+    def _is_as_called(self) -> bool:
+        """Whether it has not run, and what it computes with is what it was at the call."""
+        has_run = self._value is not None or self._drawn_from is not None or self._buffers is not None
+        if has_run or self._passes.updates != self._updates:
+            return False
+        try:
+            self._refuse_written()
+            refuse_changed(mark for mark in self._marks if id(mark[0]) not in self._earlier)
+        except (ValueError, RuntimeError):
+            return False
+        return True
 
     def _seen(self, part: Any) -> tuple[Any, list[Sight]]:
         """What the model gives for a micro-batch, and what hooks see."""
@@ -509,6 +541,7 @@ class ModelRun:
                 "passes."
             )
         refuse_changed(self._marks)
+        self._let_earlier_write()
         if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()

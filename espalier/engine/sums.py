@@ -31,12 +31,12 @@ class Term(NamedTuple):
         """What a function that is linear gives for it."""
         if self.loss is None:
             return Term(None, func(self.factor, *more))
-        return self._replace(loss=func(self.loss, *more))
+        return _term(func(self.loss, *more), self.factor)
 
     def detached(self) -> Term:
         """Without gradients."""
         factor = None if self.factor is None else self.factor.detach()
-        return Term(None if self.loss is None else self.loss.detach(), factor)
+        return _term(None if self.loss is None else self.loss.detach(), factor)
 
     def value(self) -> Any:
         """Its value, on every rank."""
@@ -53,6 +53,13 @@ class Term(NamedTuple):
         if self.factor is None or not self.factor.requires_grad:
             return None
         return self.factor if self.loss is None else self.factor * self.loss.value()
+
+
+def _term(loss: Any, factor: torch.Tensor | None) -> Term:
+    """The same, of what may be a number by now, as its call has gone back."""
+    if loss is None or isinstance(loss, Awaited):
+        return Term(loss, factor)
+    return Term(None, loss if factor is None else loss * factor)
 
 
 class Sum(Awaited):
@@ -78,11 +85,14 @@ class Sum(Awaited):
 
     def _each(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A method of a number, where it is as if each term had been asked; else of its value."""
+        if self._is_over() or not (name == "detach" or name in _OF_EACH):
+            return self._source.keep(call_method, (self, name, *args), kwargs)
         if name == "detach":
-            return Sum([term.detached() for term in self._terms])
-        if name in _OF_EACH:
-            return Sum([term.done(partial(call_method, **kwargs), name, *args) for term in self._terms])
-        return self._source.keep(call_method, (self, name, *args), kwargs)
+            terms = [term.detached() for term in self._terms]
+        else:
+            terms = [term.done(partial(call_method, **kwargs), name, *args) for term in self._terms]
+        is_known = all(term.loss is None for term in terms)  # each went back by itself
+        return sum(term.value() for term in terms) if is_known else Sum(terms)
 
     def _will_be(self) -> Any:
         return self._shapes()
