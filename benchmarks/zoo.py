@@ -9,9 +9,10 @@ broken off goes on.
 The bars: none is wrong, none hangs, 97 % are exact, every refusal says what to do.
 
     python benchmarks/zoo.py [--models PATTERN] [--plans PATTERN] [--sample K --seed N] [--only-failed]
-        [--write docs/zoo.md | --compiled [BACKEND]]
+        [--write docs/zoo.md | --compiled [BACKEND] | --rare]
 
-With --compiled the blocks of each model are compiled; the page is of what is not.
+With --compiled the blocks of each model are compiled, with --rare the plans are others: the page is of
+neither.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the zoo is th
 
 from tests.pool import Pool, RankError
 from tests.zoo.cases import GROUPS, absent, case, names
-from tests.zoo.plans import PLANS, applies, world
+from tests.zoo.plans import PLANS, RARE, applies, plan_of, world
 from tests.zoo.train import STEPS, TOLERANCE, TrialError, Verdict, reference, trial
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +108,7 @@ def version() -> str:
     return digest.hexdigest()[:10]
 
 
-def pairs(models: str, plans: str) -> dict[str, list[str]]:
+def pairs(models: str, plans: str, among: Iterable[str] = PLANS) -> dict[str, list[str]]:
     """The plans that each model is tried under, of those that patterns (with commas) name."""
 
     def named(name: str, patterns: str) -> bool:
@@ -119,7 +120,7 @@ def pairs(models: str, plans: str) -> dict[str, list[str]]:
         for name in names(group):
             if named(name, models):
                 of = case(name)
-                found[name] = [plan for plan in PLANS if named(plan, plans) and applies(plan, of)]
+                found[name] = [plan for plan in among if named(plan, plans) and applies(plan, of)]
     return found
 
 
@@ -135,7 +136,7 @@ class Runner:
         """One model under some plans: the one process first, then the plans by their number of ranks."""
         known: dict[int, Verdict | Path] = {}
         for plan in sorted(plans, key=world):
-            accumulate = PLANS[plan].get("accumulate", 1)
+            accumulate = plan_of(plan).get("accumulate", 1)
             start = time.monotonic()
             if isinstance(known.get(1), Verdict):  # it is no other for micro-batches
                 known[accumulate] = known[1]
@@ -156,7 +157,7 @@ class Runner:
         """How a pair ended. What does not end in time gets three times as much before it counts as hung."""
         for patience in (1, 3):
             verdict = self.called(
-                world(plan), trial, name, PLANS[plan], kept, self.compile, timeout=patience * self.timeout
+                world(plan), trial, name, plan_of(plan), kept, self.compile, timeout=patience * self.timeout
             )
             if verdict.end != "hung":
                 break
@@ -193,8 +194,9 @@ def counted(results: Iterable[Result]) -> list[str]:
 def totals(results: Sequence[Result]) -> list[Row]:
     """By plan, by group, and of all."""
     rows: list[Row] = [("", "pairs", *ENDS, "exact of all")]
-    for plan in PLANS:
-        rows.append((plan, *counted(r for r in results if r.plan == plan)))
+    for plan in (*PLANS, *RARE):
+        if of := [r for r in results if r.plan == plan]:
+            rows.append((plan, *counted(of)))
     for group in GROUPS:
         if of := [r for r in results if r.model.startswith(group + "/")]:
             rows.append((f"*{group}*: {len({r.model for r in of})} models", *counted(of)))
@@ -311,6 +313,7 @@ def main() -> int:
     )
     parser.add_argument("--models", default="*", help="patterns of names, with commas: 'llama,programs/*'")
     parser.add_argument("--plans", default="*", help="patterns of names of plans, with commas")
+    parser.add_argument("--rare", action="store_true", help="plans that are rarely combined, in their place")
     parser.add_argument("--sample", type=int, help="so many pairs, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-failed", action="store_true", help="run again what did not end exact")
@@ -322,17 +325,17 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a pair")
     parser.add_argument("--write", type=Path, help="the page")
     given = parser.parse_args()
-    if given.write is not None and given.compiled:
-        parser.error("--write: the page is of models that are not compiled; leave --compiled out")
+    if given.write is not None and (given.compiled or given.rare):
+        parser.error("--write: the page is of the usual plans, not compiled; leave --compiled and --rare out")
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for said in filter(None, map(absent, GROUPS)):
         print(f"skipped: {said}")
-    wanted = pairs(given.models, given.plans)
+    wanted = pairs(given.models, given.plans, RARE if given.rare else PLANS)
     asked = [(model, plan) for model, plans in wanted.items() for plan in plans]
     if given.sample is not None:
         asked = random.Random(given.seed).sample(asked, min(given.sample, len(asked)))
-    file = "-".join(filter(None, ("zoo", given.compiled))) + ".jsonl"
+    file = "-".join(filter(None, ("zoo", given.rare and "rare", given.compiled))) + ".jsonl"
     book, now = Book(given.results or ROOT / ".espalier" / file), version()
     ready = given.any_version or given.only_failed
     run = [] if given.report else [

@@ -512,6 +512,26 @@ def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
+def call_before_step(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
+    """Call its hooks before ``optimizer.step(closure)``, as torch does; gives the closure that they leave."""
+    args, options = (optimizer, closure), dict[str, Any]()
+    for hook in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        given: Any = hook(optimizer, args, options)
+        if given is not None:
+            args, options = given
+    return args[1] if len(args) > 1 else options.get("closure")
+
+
+@contextmanager
+def without_hooks_before_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While open, none of its own runs."""
+    kept, optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks, OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = kept
+
+
 @contextmanager
 def without_step_hooks(parts: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     """While open, no hooks run around the steps of these optimizers, nor those of all."""

@@ -84,14 +84,18 @@ class Seal(NamedTuple):
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, the one that was saved last first, whole or not."""
+    """The checkpoints in a folder, the one that was saved last first, whole or not.
+
+    When one was saved whose seal is damaged nobody knows: it comes first, so that who loads hears of it.
+    """
     paths = []
     with os.scandir(directory) as entries:
         for entry in entries:
             match = _STEP.fullmatch(entry.name)
             if match and entry.is_dir():
                 seal = Seal.read(Path(entry.path))
-                paths.append((seal.serial if seal else -1, int(match[1]), match[2] is None, Path(entry.path)))
+                serial = seal.serial if seal else math.inf
+                paths.append((serial, int(match[1]), match[2] is None, Path(entry.path)))
     return [path for *_, path in sorted(paths, reverse=True)]
 
 
@@ -161,7 +165,7 @@ def prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)  # other ranks may have made it
         for old in directory.iterdir():
             if _OURS.fullmatch(old.name) and old != path:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
             elif old.name.endswith(_REPLACED) and _STEP.fullmatch(old.name):
                 newer = old.with_name(old.name.removesuffix(_REPLACED))
                 if not newer.exists():
@@ -239,7 +243,15 @@ def _leave(path: Path) -> None:
     token = secrets.token_hex(4)
     hidden = path.with_name(f".{path.name.removesuffix(_REPLACED)}.leaving-{token}")
     path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """As far as that goes; of a link only itself."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- for torch's tools

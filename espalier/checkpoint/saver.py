@@ -7,12 +7,17 @@ part in no collective. How it went the ranks agree on: at once, or in :meth:`Sav
 
 from __future__ import annotations
 
+import atexit
 import errno
+import json
 import math
 import secrets
 import socket
+import sys
 import threading
 import time
+import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,10 +32,11 @@ from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
 from espalier.checkpoint.tensor_file import LARGEST, TensorFile
 from espalier.comm.control import agree, any_says, gather_objects
 from espalier.device import current_stream, host_buffer, new_stream, on, wait_for
-from espalier.files import write_file
+from espalier.files import bytes_of, write_file
 from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import version_of
 
 
@@ -50,8 +56,7 @@ class Saver:
     def save(
         self,
         directory: Path,
-        index: Index,
-        tree: Mapping[str, Lying],
+        give: Callable[[], tuple[Index, Mapping[str, Lying]]],
         *,
         keep: int | None = None,
         asynchronous: bool = False,
@@ -61,8 +66,8 @@ class Saver:
 
         Args:
             directory: the folder in which its own is made.
-            index: what is to be in it beside the tensors.
-            tree: the tensors, in one order on all ranks.
+            give: gives what is to be in it beside the tensors, and these, in one order on all ranks. What it
+                raises on one rank is raised on all.
             keep: how many checkpoints are to be in the folder when this one outlives a crash.
             asynchronous: go on at once. What is ``steady`` must not change until :meth:`wait_staged`; how it
                 ends is said by :meth:`wait`, or the next save.
@@ -78,26 +83,30 @@ class Saver:
         """
         self.wait()
         mesh = self.mesh
-        own = secrets.token_hex(4), keep, socket.gethostname(), str(Path(directory).resolve())
-        of_ranks = gather_objects(own, mesh)
-        token, keep = of_ranks[0][:2]
+        error: Exception | None = None
+        index, own_boxes, sums = Index(), list[OwnBox](), dict[str, int | None]()
+        try:
+            index, tree = give()
+            own_boxes, sums = boxes_to_write(tree), _sums_beside(index, tree)
+        except Exception as met:
+            error = met  # others are not to wait for this rank
+        place = socket.gethostname(), str(Path(directory).resolve())
+        of_ranks = gather_objects((secrets.token_hex(4), keep, place, sums), mesh)
+        token, keep, *_ = of_ranks[0]
         self._token = self._token or token
         _see_some_stay(keep)
-        _see_one_folder([place for _, _, *place in of_ranks])
+        _see_one_folder([place for _, _, place, _ in of_ranks])
+        agree(error, mesh, range(mesh.ndim))
+        _see_what_differs([sums for *_, sums in of_ranks])
         self._count += 1
         index.ranks = mesh.size()
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
-        error, own_boxes = None, list[OwnBox]()
-        try:
-            own_boxes = boxes_to_write(tree)
-        except ValueError as met:
-            error = met  # others are not to wait for this rank
         if asynchronous:
             self._staging = self._staging or Staging(mesh)
             staging, durable = self._staging, True
         else:
             staging = None
-        work = SaveWork(mesh, folder, index, own_boxes, keep, durable=durable, staging=staging, error=error)
+        work = SaveWork(mesh, folder, index, own_boxes, keep, durable=durable, staging=staging)
         if not asynchronous:
             work.write()
             self._see(work, work.written)
@@ -122,6 +131,7 @@ class Saver:
         """
         if self._work is not None:
             work, self._work = self._work, None
+            atexit.unregister(work.tell)
             self._see(work, *work.pending)
 
     def _see(self, work: SaveWork, *done: Future[None]) -> None:
@@ -136,7 +146,7 @@ class Saver:
             if failed:
                 try:
                     agree(error, self.mesh, range(self.mesh.ndim))
-                except (RuntimeError, ValueError) as met:
+                except Exception as met:
                     work.give_up(undo=True)
                     raise CheckpointError(str(met)) from met
 
@@ -167,6 +177,59 @@ def _see_one_folder(places: Sequence[Sequence[str]]) -> None:
                 f"Ranks save one checkpoint to several folders, {other} and {folder}. Give the same on all "
                 "ranks: a name with the time, or with a random part, is to be made by one rank and told."
             )
+
+
+_SMALL = 1 << 16  # bytes of a tensor that is summed up
+_FEW = 1000  # values
+
+
+def _sums_beside(index: Index, tree: Mapping[str, Lying]) -> dict[str, int | None]:
+    """Checksums of what is saved beside the model, by where it stands; the names of tensors end in $.
+
+    None: of a tensor that is large, or not the same on all ranks anyway.
+    """
+    sums: dict[str, int | None] = {}
+
+    def add(at: str, value: Any) -> None:
+        if isinstance(value, dict) and not any(key.startswith("$") for key in value):
+            for key, x in value.items():
+                add(f"{at}.{key}", x)
+        elif len(sums) < _FEW:
+            sums[at] = zlib.crc32(json.dumps(value).encode())
+
+    add("extra", index.values.get("extra", {}))
+    for name, (x, layout, _) in tree.items():
+        if name.startswith("extra."):
+            alike = layout.mesh.is_member and not layout.order and x.device.type == "cpu"
+            sums[f"{name}$"] = zlib.crc32(bytes_of(x)) if alike and x.nbytes <= _SMALL else None
+    return sums
+
+
+def _see_what_differs(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
+    """Warn of what ranks say differently under one name: one of them is written.
+
+    Raises:
+        ValueError: some have tensors that others don't; on all ranks.
+    """
+    given: dict[str, set[int | None]] = {}
+    for sums in of_ranks:
+        for at, crc in sums.items():
+            given.setdefault(at, set()).add(crc)
+    apart = [at for at, crcs in given.items() if len(crcs - {None}) > 1]
+    alone = [at for at in given if at.endswith("$") and not all(at in sums for sums in of_ranks)]
+    advice = "Gather what each rank has, and give it on all (torch.distributed.all_gather_object)."
+    if alone:
+        raise ValueError(f"engine.save: some ranks alone give the tensor {_plain_name(alone[0])!r}. {advice}")
+    if apart:
+        names = ", ".join(map(_plain_name, sorted(apart)[:3]))
+        words = (
+            f"engine.save: ranks give {names} different values, and one of them is saved for all. {advice}"
+        )
+        warnings.warn(words, stacklevel=user_frame()[0])
+
+
+def _plain_name(at: str) -> str:
+    return at.removeprefix("extra.").removesuffix("$")
 
 
 def index_of(tree: Mapping[str, Lying]) -> dict[str, Boxes]:
@@ -250,7 +313,6 @@ class SaveWork:
     Args:
         durable: let nothing be there before it outlives a crash of the machine.
         staging: copies the boxes first; None: they are as they stay.
-        error: what kept this rank from having any.
     """
 
     def __init__(
@@ -263,7 +325,6 @@ class SaveWork:
         *,
         durable: bool,
         staging: Staging | None = None,
-        error: Exception | None = None,
     ) -> None:
         self.rank, self.ranks, self._durable = mesh.rank, mesh.size(), durable
         self.folder, self.index, self.keep = folder, index, keep
@@ -272,12 +333,16 @@ class SaveWork:
         self.given_up = threading.Event()
         self._staging, self._pieces = staging, list(own_boxes)
         self._later: list[tuple[torch.Tensor, OwnBox]] = []
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
         if staging is not None:
-            self._pieces, self._later = staging.begin(own_boxes)
+            try:
+                self._pieces, self._later = staging.begin(own_boxes)
+            except (MemoryError, RuntimeError) as error:  # others are not to wait for this rank
+                self._error = error
         # one that is gathered for its uses counts down while it is, and never up but by a change
         self._versions = [(piece, version_of(piece.values)) for _, piece in self._later]
         self._changed = ""
-        self._lock, self._error = threading.Lock(), error
         self._file: TensorFile | None = None
         self._final: Path | None = None
         self._same = 0  # that folder, whatever its name
@@ -298,6 +363,14 @@ class SaveWork:
 
         self._thread = threading.Thread(target=run, name="espalier-checkpoint")
         self._thread.start()
+        atexit.register(self.tell)  # threads have ended by then
+
+    def tell(self) -> None:
+        """Say what went wrong, where the program has ended without having asked; what is not whole goes."""
+        errors = [error for done in self.pending if done.done() and (error := done.exception()) is not None]
+        if errors:
+            print(f"espalier: {errors[0]}", file=sys.stderr, flush=True)
+            self.give_up(undo=False)
 
     def write(self) -> None:
         """Write this rank's file."""

@@ -190,7 +190,8 @@ class FileSink(Target):
 
     def _clear(self) -> None:
         for path, file in self._files.items():
-            file.close()
+            with suppress(OSError):  # of a full disk, which was told
+                file.close()
             with suppress(OSError):
                 partial(path).unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from espalier.checkpoint.index import CheckpointError, FormatError, TensorInfo, 
 from espalier.checkpoint.tensor_file import check, damaged, read
 from espalier.checkpoint.zero_files import is_zero, read_zero, tagged
 from espalier.layout.layout import Box, overlap
+from espalier.tensor.observers import user_frame
 from espalier.trees import named_leaves
 
 SHARDS = ".safetensors.index.json"
@@ -134,7 +136,11 @@ def _folder(path: Path) -> TensorSource:
     if (path / SEAL).exists() or (path / INDEX).exists():
         return Checkpoint(path)
     if saved := checkpoints(path):
-        return Checkpoint(newest(path) or saved[0])  # which says what is wrong with it
+        first = newest(path) or saved[0]
+        if first != saved[0]:
+            words = f"{saved[0]} is damaged: {first} is taken (espalier checkpoint {path} lists them)."
+            warnings.warn(words, stacklevel=user_frame()[0])
+        return Checkpoint(first)  # which says what is wrong with it
     if (path / TORCH).is_file():
         return Distributed(path)
     if is_zero(tagged(path)):

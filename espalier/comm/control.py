@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import json
 import pickle
+import re
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -25,6 +26,7 @@ REFUSALS = (RuntimeError, ValueError, IndexError)
 
 _ROOM = 2048  # bytes of an error's words
 _NOTE = "\x1f"  # between an error's words and its notes
+_MET_BY = "Met by rank"
 
 
 def looks(mesh: Mesh) -> bool:
@@ -65,9 +67,15 @@ def agree(error: Exception | None, mesh: Mesh, axes: Iterable[int]) -> None:
         raise error
     said, *notes = said.split(_NOTE)
     met = _made(name, said)
-    for note in (*notes, f"Met by rank {rank}."):
+    for note in (*notes, f"{_MET_BY} {rank}."):
         met.add_note(note)
     raise met from error
+
+
+def met_by(said: str) -> int | None:
+    """Whose error it is that :func:`agree` has raised, in its words and notes; None: this rank's own."""
+    found = re.search(rf"\n{_MET_BY} (\d+)\.$", said)
+    return None if found is None else int(found[1])
 
 
 def speaks_on(mesh: Mesh) -> torch.device:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ast
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from espalier.mesh import Mesh
 from espalier.torch_private import (
     ONLOOKERS,
     DefaultDevice,
+    disable_modes,
     dispatch_mode_stack,
     dispatch_modes,
     function_mode_stack,
@@ -84,10 +85,11 @@ def _has_mode(what: str) -> bool:
     return any(getattr(mode, what, False) for mode in modes)
 
 
-def unrecorded() -> AbstractContextManager[object]:
-    """While open, calls go to local tensors, and are no part of a program that is being recorded."""
-    context: AbstractContextManager[object] = without_torch_functions() if recording() else raw()
-    return context
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """While open, calls go to local tensors, and are no part of what is recorded or counted of a program."""
+    with disable_modes(), without_torch_functions() if recording() else raw():
+        yield
 
 
 def symbolic() -> bool:

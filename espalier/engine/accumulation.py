@@ -526,6 +526,11 @@ def mark_of(x: Any) -> Mark | None:
     return mark
 
 
+def is_sum(loss: Any) -> bool:
+    """Whether a loss that was followed is a sum over rows, and no mean."""
+    return type(mark_of(loss)) is Sum
+
+
 def _sum(out: DTensor) -> Sum:
     """The mark of a sum: apart from the graph, and not the sum itself, which would hold itself."""
     with raw():

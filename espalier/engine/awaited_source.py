@@ -10,14 +10,19 @@ import torch
 
 from espalier.engine.observing import Place, Sight
 
+Keep = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+
 
 class Source(Protocol):
     """A call of the model.
 
     Attributes:
         is_whole: whether a loss is computed on all rows at once, as many as the program sees.
-        is_own: whether these are this rank's own rows.
+        is_of_all: whether that is so since the program has asked for what micro-batches do not have.
+        is_own: whether these are this rank's own rows; ``is_part``: and others have others.
+        share_of_loss: what a rank's loss is multiplied by in that of all: 1, or a mean over ranks.
         device: this rank's.
+        keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         has_gone_back: whether a loss made of it has.
         calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
@@ -26,11 +31,16 @@ class Source(Protocol):
         writes: the program's calls that write to what others may share.
         sights: what hooks see, once it has its value.
         told: hooks of gradients of that; ``leaves``: what gets gradients in its place.
+        handed_out: what the model gives, as ordinary tensors, if a program was given some.
         known_losses: of losses, by what is done in them: whether they were computed on parts of the rows.
     """
 
     is_whole: bool
+    is_of_all: bool
     is_own: bool
+    is_part: bool
+    share_of_loss: float
+    keep: Keep
     has_gone_back: bool
     calls: Iterator[int]
     made_by: dict[int, Any]
@@ -39,6 +49,7 @@ class Source(Protocol):
     sights: list[Sight]
     leaves: list[torch.Tensor]
     told: dict[Place, list[Callable[[torch.Tensor], Any]]]
+    handed_out: Any
 
     @property
     def known_losses(self) -> dict[Hashable, bool]: ...
@@ -97,6 +108,12 @@ class Source(Protocol):
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let all ranks have what tensors are where the loss was computed."""
+
+    def soon(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages that a backward pass of the program's has led to."""
+
+    def see_all(self) -> None:
+        """Let its losses be computed on all rows at once, of this rank's own where it has such."""
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,8 +13,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import named_parameters_in, parameters_in
-from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, checkpoints, encode
-from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, encode
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
 from espalier.checkpoint.saver import index_of
@@ -38,6 +36,7 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import parts_of
 from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
 from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.loans import before_handing_out, is_handed_out
 from espalier.tensor.random import state_of_keys
 from espalier.torch_private import raw
 
@@ -74,6 +73,21 @@ def tree_of(
                     on = _layout(p).mesh if isinstance(p, DTensor) else mesh
                     tree[f"optimizer.state.{name}.{key}"] = _lying(x, on, steady=x.ndim > 0)
     return tree
+
+
+def await_before_handing_out(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, waits: Callable[[], Callable[[], None] | None]
+) -> None:
+    """Have who takes an alias of a parameter or state (``p.data``) wait: nothing counts its writes."""
+
+    def wait() -> None:
+        if (wait_staged := waits()) is not None:
+            wait_staged()
+
+    states = [] if optimizer is None else [x for state in optimizer.state.values() for x in state.values()]
+    for x in (*parameters_in(module), *states):
+        if isinstance(x, DTensor):
+            before_handing_out(x, wait)
 
 
 def _value_at(name: str) -> str:
@@ -175,47 +189,6 @@ def device_stream(mesh: Mesh) -> GeneratorState | None:
     return GeneratorState(partial(get_rng_state, device), partial(set_rng_state, device))
 
 
-def candidates(directory: str | os.PathLike[str], mesh: Mesh) -> list[Path]:
-    """The checkpoint that a folder is, or those that it has, newest first (a collective).
-
-    Raises:
-        CheckpointError: on all ranks, if there is none.
-    """
-    paths: list[Path] = []
-    error: OSError | None = None
-    if mesh.rank == 0:
-        path = Path(directory)
-        try:
-            if path.is_dir() and not (path / INDEX).exists():
-                paths = checkpoints(path)
-            elif path.exists():
-                paths = [path]
-        except OSError as met:
-            error = met
-    agreed(error, mesh)
-    paths = gather_objects(paths, mesh)[0]
-    if not paths:
-        raise CheckpointError(
-            f"There is no checkpoint in {directory}. Name a folder that engine.save wrote to."
-        )
-    return paths
-
-
-def opened(path: Path, mesh: Mesh) -> Checkpoint:
-    """A checkpoint (a collective).
-
-    Raises:
-        CheckpointError: on all ranks, if one of them cannot read it.
-    """
-    error: Exception | None = None
-    try:
-        checkpoint = Checkpoint(path)
-    except CheckpointError as met:
-        error = met
-    agreed(error, mesh)
-    return checkpoint
-
-
 def agreed(error: Exception | None, mesh: Mesh, kind: type[Exception] = CheckpointError) -> None:
     """Raise on all ranks, as an error of one kind, what one of them has met (a collective)."""
     met = None if error is None else kind(str(error))
@@ -256,7 +229,8 @@ def restore(
         data: None while the model is the plain one: then it and the optimizer take whole values over.
 
     Raises:
-        ValueError: model, optimizer and checkpoint don't fit together: then nothing was changed.
+        ValueError: on all ranks, if model, optimizer and checkpoint of one don't fit together: then nothing
+            was changed.
         CheckpointError: on all ranks, if one of them met a damaged file.
     """
     module, mesh = own.module, own.mesh
@@ -266,7 +240,7 @@ def restore(
     lines += [f"it has no {name!r}" for name in extra if name not in values["extra"]]
     positions = () if model_only else zip(own.loaders, values.get("loaders") or (), strict=False)
     lines += [line for loader, state in positions for line in loader.differences(state)]
-    raise_conflicts(checkpoint, lines)
+    agreed(told_conflicts(checkpoint, lines), mesh, ValueError)
     loading = Loading(checkpoint, module, optimizer, mesh)
     loading.run(data, own.optimizer)
     _set_extra_states(module, values["model"])
@@ -337,11 +311,11 @@ class Loading:
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
-        layout = self._lies(p)
-        if not layout.mesh.is_member:
+        layout, name = self._lies(p), self._names.get(id(p))
+        if name is None or not layout.mesh.is_member:  # the program has put another in its place
             return
         with raw():
-            name, here = self._names[id(p)], plain(p.detach())
+            here = plain(p.detach())
             self.read(_value_at(name), here, layout)
             if self._optimizer is not None:
                 state = self._state(name, here, layout, isinstance(p, DTensor))
@@ -472,7 +446,7 @@ def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: lis
 def _lying(x: torch.Tensor, mesh: Mesh, *, steady: bool = False) -> Lying:
     with raw():
         if type(x) is DTensor or isinstance(x, DTensor):
-            return Lying(plain(x.detach()), x._layout.own, steady)
+            return Lying(plain(x.detach()), x._layout.own, steady and not is_handed_out(x))
         return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)), steady)
 
 
@@ -578,16 +552,12 @@ def _of_optimizer(
     return lines + mixed_options(known["groups"], grouped)
 
 
-def raise_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> None:
-    """Tell all of them.
-
-    Raises:
-        ValueError: there are some.
-    """
+def told_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> ValueError | None:
+    """An error that tells all of them, if there are some."""
     if not lines:
-        return
+        return None
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise ValueError(
+    return ValueError(
         "\n  ".join(
             [f"{checkpoint.path} does not fit this engine; nothing was changed:", *lines[:_SHOWN], *more]
         )

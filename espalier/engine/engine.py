@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import warnings
@@ -19,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from espalier.blocks import named_parameters_in, parameters_in
-from espalier.checkpoint import CheckpointError, Saver
+from espalier.checkpoint import Index, Lying, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
@@ -28,15 +27,13 @@ from espalier.engine.beside import beside_model, check_beside, held_beside, make
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
-    candidates,
+    await_before_handing_out,
     export,
     gradients_of,
     held,
     index_and_tree,
     load_weights,
     named_values,
-    opened,
-    restore,
     set_parameters,
     state_of,
     take_state,
@@ -45,6 +42,7 @@ from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
 from espalier.engine.kept import cloned
+from espalier.engine.loads import Loads
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
@@ -153,6 +151,7 @@ class Engine(Surface):
         self.passes = kind(self._call, mesh, count, self.scaler, trains, self.lay_out)
         self._saver: Saver | None = None
         self._loaders: tuple[Loader, ...] = ()
+        self._loads = Loads()
         if optimizer is not None:
             self._bind(optimizer)
         self._drew_apart = share_random_state(mesh)
@@ -267,8 +266,8 @@ class Engine(Surface):
         give_back(gradients)
 
     def _recompute(self) -> None:
-        how = self.plan.recompute_inputs, self._policy
-        self._undo_recompute = recompute(self.module, self._recomputed, *how)
+        inputs, policy = self.plan.recompute_inputs, self._policy
+        self._undo_recompute = recompute(self.module, self._recomputed, inputs, policy)
 
     def _begin_updates(self, optimizer: torch.optim.Optimizer, data: ZeroState) -> None:
         """The model and its optimizer are there: states lie as the plan says."""
@@ -391,6 +390,7 @@ class Engine(Surface):
         Raises:
             ValueError: the dataset has no length, or ``options`` say how rows are drawn.
         """
+        self._loads.tell_of_late()
         loader = Loader(
             self.local_batch,
             self.batch_rows,
@@ -608,6 +608,7 @@ class Engine(Surface):
         passes, data, known = self.passes, self._laid_out(), self._judgement
         if known is not None and (passes.has_gradients or optimizer in known.stepped):
             known = None
+        self._loads.check()
         passes.check_step()
         passes.seen.check()
         passes.finish()
@@ -807,20 +808,29 @@ class Engine(Surface):
         """
         if self.mesh.is_dry:
             raise ValueError("A dry mesh holds no values: there is nothing to save.")
+        self._loads.check()
         if self.passes.holds_gradients:
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         data, values = self._laid_out(), dict(named_values(self._state, self.steps))
         if self._saver is None:
             self._saver = Saver(self.mesh)
         self.wait_staged()  # masters may follow what was written to parameters
-        with torch.no_grad(), data.precise(on_device=False):
+        # what is kept for later is none of inference mode: one evaluates in it, and saves the best
+        with torch.inference_mode(False), torch.no_grad(), data.precise(on_device=False):
             saves = self.passes.saves
-            index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
-            plan = json.dumps(self.plan.model_dump(), default=str)
-            index.step, index.plan = self.steps, json.loads(plan)
-            return self._saver.save(
-                Path(directory), index, tree, keep=keep, asynchronous=asynchronous, durable=durable
+
+            def give() -> tuple[Index, Mapping[str, Lying]]:
+                index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
+                plan = json.dumps(self.plan.model_dump(), default=str)
+                index.step, index.plan = self.steps, json.loads(plan)
+                return index, tree
+
+            path = self._saver.save(
+                Path(directory), give, keep=keep, asynchronous=asynchronous, durable=durable
             )
+        if asynchronous:
+            await_before_handing_out(self.module, self.optimizer, weakref.WeakMethod(self.wait_staged))
+        return path
 
     def wait_staged(self) -> None:
         """Until an asynchronous save has copied parameters and states: from then on they may be written to.
@@ -861,22 +871,16 @@ class Engine(Surface):
             ValueError: model or optimizer differ from what was saved, listing all that does: nothing is
                 changed, then. The model has no memory yet (:func:`espalier.deferred`) and its layouts are not
                 known: call :meth:`lay_out` on a batch first, or pass ``example=`` to :func:`initialize`.
-            CheckpointError: on all ranks, if there is none, or a file is damaged.
+            CheckpointError: on all ranks, if there is none, or a file is damaged. Where values were read by
+                then, steps and saves are refused until a load ends well.
         """
         data = self._to_fill()
         self.wait_saved()
         self.zero_grad()
-        paths = candidates(directory, self.mesh)
-        for path, following in itertools.zip_longest(paths, paths[1:]):
-            try:
-                values = restore(self._state, opened(path, self.mesh), data, extra, model_only)
-                self.steps = self.steps if model_only else values["steps"]
-                return dict(values["extra"])
-            except CheckpointError as error:
-                if following is None:
-                    raise
-                warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
-        raise AssertionError
+        with torch.inference_mode(False):
+            values = self._loads.newest(self._state, directory, data, extra, model_only)
+        self.steps = self.steps if model_only else values["steps"]
+        return dict(values["extra"])
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).
@@ -997,9 +1001,8 @@ class Engine(Surface):
         Raises:
             ValueError: it cannot be written.
         """
-        shard_bytes = int(shard_gigabytes * 1e9)
         self.wait_staged()
-        form = WeightsFormat(format, dtype, shard_bytes, metadata)
+        form = WeightsFormat(format, dtype, int(shard_gigabytes * 1e9), metadata)
         export(self.module, self._laid_out(), self.passes, path, form)
 
     # ---- what there is to know

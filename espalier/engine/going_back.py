@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from espalier.engine.accumulation import UnseenCountError
+from espalier.engine.accumulation import UnseenCountError, is_sum
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import Kept, evaluated
+from espalier.engine.kept import Kept, captured, evaluated, in_order
 from espalier.engine.observing import Place
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
 from espalier.parallel.pipeline.record import leaves, mapped
@@ -42,9 +42,11 @@ def gone_back(
     source, draws = of._source, any(one._is_drawn for one in calls)
     known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
-        refuse_sights(source.is_own or draws)
-    may_be_of_all = (sees or source.is_cut()) and not source.is_own and not draws
-    if not sees and (known.get(form, True) or not may_be_of_all):
+        refuse_sights(source.is_part or draws)
+    if source.is_of_all and draws:
+        raise TypeError(_DRAWS)
+    may_be_of_all = (sees or source.is_cut()) and not draws
+    if not sees and not source.is_of_all and (known.get(form, True) or not may_be_of_all):
         is_tried = may_be_of_all and form not in known
         try:
             with source.tried() if is_tried else nullcontext():
@@ -165,22 +167,41 @@ def _of_all(
     loss.backward()
     for one in calls:
         one._has_counted = True
+    seen: dict[Place, torch.Tensor] = {}
+    for x in wanting:
+        if isinstance(place := source.made_by.get(id(x)), Place):
+            grad = beside.pop(id(x)).grad
+            seen |= {} if grad is None else {place: grad}
+    grads = [x.grad for x in tensors]
+    if seen:  # what the others are added to
+        grads = [
+            torch.zeros_like(x) if grad is None and x.requires_grad else grad
+            for x, grad in zip(tensors, grads, strict=True)
+        ]
+    _through_stages(source, grads, {id(x): beside[id(x)] for x in inputs}, seen)
+    return full_tensor(loss).detach().clone(), beside
+
+
+def _through_stages(
+    source: Source,
+    grads: Sequence[torch.Tensor | None],
+    of_inputs: Leaves,
+    seen: Mapping[Place, torch.Tensor],
+) -> None:
+    """Let the gradients of an output's tensors, and of what hooks have seen, go through the stages.
+
+    Raises:
+        ValueError: one is of what is neither rows nor a mean or sum over them.
+    """
     rows, of_rows, others = source.rows(), dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, bool]]()
     ways = source.ways()
     counts = [len(leaves(sight.args, torch.Tensor)) for sight in source.sights]
     places = [Place(s.hook, s.call, i) for s, n in zip(source.sights, counts, strict=True) for i in range(n)]
-    of_places = dict(zip(places, ways[len(tensors) :], strict=True))
-    seen: dict[Place, tuple[torch.Tensor, int | str | None]] = {}
-    for x in wanting:
-        if isinstance(place := source.made_by.get(id(x)), Place):
-            grad = beside.pop(id(x)).grad
-            seen |= {} if grad is None else {place: (grad, of_places[place])}
-    for i, x in enumerate(tensors):
-        if (grad := x.grad) is None and seen and x.requires_grad:
-            grad = torch.zeros_like(x)  # what the others are added to
+    of_places = dict(zip(places, ways[len(grads) :], strict=True))
+    for i, grad in enumerate(grads):
         if grad is None:
             continue
-        way = ways[i]
+        way, grad = ways[i], grad * source.share_of_loss
         if way is None:
             if not grad.any():
                 continue
@@ -193,9 +214,56 @@ def _of_all(
         dtype = next(x.dtype for x in (*of_rows.values(), *(grad for grad, _ in others.values())))
         share = torch.full((rows,), 1 / max(rows, 1), dtype=dtype, device=source.device)
         weighed = partial(_weighed, {i: ways[i] for i in of_rows}, others)
-        of_inputs = {id(x): beside[id(x)] for x in inputs}
-        source.train([share, *of_rows.values()], weighed, of_inputs, adds=True, seen=seen)
-    return full_tensor(loss).detach().clone(), beside
+        seen_so = {place: (grad, of_places[place]) for place, grad in seen.items()}
+        source.train([share, *of_rows.values()], weighed, of_inputs, adds=True, seen=seen_so)
+
+
+def handed_out(x: Kept) -> Any:
+    """What it is, on all ranks, as ordinary tensors: gradients come to the model when they go back.
+
+    Raises:
+        TypeError: the calls that it comes of draw random numbers, or write; or each rank has rows of its own.
+    """
+    source = x._source
+    calls = in_order(x, Kept._made_of)
+    _refuse_parts([of for of in captured(calls) if of.requires_grad])
+    if source.writes or any(one._is_drawn for one in calls):
+        raise TypeError(_HELD)
+    if source.handed_out is None:
+        warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
+        value = source.value()
+        start = torch.zeros((), requires_grad=True)
+        tensors = iter(_OutOfStages.apply(source, start, *leaves(value, torch.Tensor)))
+        source.handed_out = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, value)
+    with torch.enable_grad():
+        return evaluated(x, {}, lambda: source.handed_out, fresh=True)
+
+
+def _brought_back(source: Source, grads: Sequence[torch.Tensor | None]) -> None:
+    """Let the gradients of what was handed out go through the stages, and to what the call was given."""
+    inputs = source.wanting()
+    of_inputs = {id(x): x.detach().requires_grad_() for x in inputs}
+    with torch.enable_grad(), source.together() if source.made_by else nullcontext():
+        _through_stages(source, grads, of_inputs, {})
+        hand_on({**{id(x): x for x in inputs}, **source.made_by}, of_inputs, True, None)
+    source.has_gone_back = True
+
+
+class _OutOfStages(torch.autograd.Function):
+    """The tensors of an output, whose gradients go through the stages."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Source, start: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.source = source
+        ctx.set_materialize_grads(False)
+        out = tuple(x.view_as(x) for x in tensors)
+        ctx.mark_non_differentiable(*(x for x in out if not (x.is_floating_point() or x.is_complex())))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.source.soon(partial(_brought_back, ctx.source, grads))
+        return None, None, *[None for _ in grads]
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
@@ -258,7 +326,8 @@ def _replayed(
     """What was kept, done on an output and the captured tensors' rows that belong to it."""
     replacements = {**by_row.as_used(dict(zip(ids, captured, strict=True))), **beside}
     try:
-        return evaluated(of, replacements, lambda: output, fresh=True)
+        loss = evaluated(of, replacements, lambda: output, fresh=True)
+        return loss * of._source.share_of_loss if of._source.is_part and is_sum(loss) else loss
     except Exception as error:
         if is_tried:
             raise RowsMeetError(f"{type(error).__name__}: {error}") from error
@@ -287,4 +356,14 @@ _NO_ROWS = (
     "The loss is one of all rows, and hangs on something in the model's output that has none of its own and "
     "is no mean or sum over them. In a pipeline with accumulate above 1, or where ranks share the rows, let "
     "the model give rows, or compute the loss in its forward; or plan accumulate = 1."
+)
+_DRAWS = (
+    "The loss draws random numbers, and it takes rows by their places or their number, which micro-batches "
+    "do not have. Let the model's forward draw them, or draw beforehand (noise = torch.rand(x.shape)); or "
+    "plan accumulate = 1."
+)
+_HELD = (
+    "What a pipeline has yet to compute is written into a tensor, a gradient is to go back through it, and "
+    "it draws random numbers, was written to itself, or is of rows that each rank has of its own. Make a new "
+    "tensor (torch.cat, torch.stack, torch.where), or detach() what is written."
 )

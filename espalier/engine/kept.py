@@ -224,3 +224,21 @@ def without_data(x: torch.Tensor) -> torch.Tensor:
 
 
 SOUGHT = (Kept, torch.Tensor)
+
+
+def step_of(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+    """A call that is made now, and kept."""
+    given = leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT)
+    written = set(map(id, statistics(func, args, kwargs)))  # by the call itself
+    marks = marks_of(x for x in given if id(x) not in written)
+    return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls), marks)
+
+
+def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of what was kept."""
+    return func(*args, **kwargs)
+
+
+def call_method(x: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A call of a method that writes."""
+    return getattr(x, name)(*args, **kwargs)

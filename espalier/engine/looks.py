@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from espalier.engine.awaited import Awaited, step_of
+from espalier.engine.awaited import Awaited
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import SOUGHT
+from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
 from espalier.parallel.pipeline.record import called
 from espalier.tensor.observers import user_frame
@@ -23,7 +23,7 @@ def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
     Raises:
         TypeError: one writes to that.
     """
-    if torch.is_grad_enabled() and not call.is_own:
+    if torch.is_grad_enabled() and not call.is_part:
         warnings.warn(_SEEN, stacklevel=user_frame()[0])
     args, named = called(lambda *args, **named: (args, named), inputs)
     for hook in observers.of_model(FORWARD_HOOKS[0]):
@@ -50,7 +50,7 @@ def _seen(call: Source, value: torch.Tensor, place: Place) -> Any:
     if not torch.is_grad_enabled():
         return value
     leaf = value.view_as(value)
-    if value.is_floating_point() and not call.is_own:
+    if value.is_floating_point() and not call.is_part:
         call.made_by[id(leaf.requires_grad_())] = place
         call.leaves.append(leaf)
     x = Awaited(call, step_of(call, torch.Tensor.view_as, (leaf, leaf), {}))

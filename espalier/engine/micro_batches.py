@@ -436,8 +436,15 @@ def _random_states(
 
 
 def zeros_where_unknown(x: Any) -> Any:
-    """An input of a dry mesh to trace the model on: where its values are not known, zeros."""
+    """An input of a dry mesh to trace the model on: where its values are not known, zeros.
+
+    What other ranks have of it is like what the played one has.
+    """
     if not isinstance(x, torch.Tensor):
         return x
     values = values_of(x)
-    return torch.zeros(x.shape, dtype=x.dtype) if values is None else values.clone()
+    if values is None or not values.numel():
+        return torch.zeros(x.shape, dtype=x.dtype)
+    for dim, size in enumerate(x.shape):
+        values = values.index_select(dim, torch.arange(size) % values.shape[dim])
+    return values.clone()

@@ -190,6 +190,19 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 
 
+def _table_of_model(name: str) -> property:
+    """The table of that name of what a prepared model stands for; its own until there is that."""
+
+    def table(self: PreparedModule) -> Any:
+        module = self.__dict__.get(MODULES, {}).get("module")
+        return self.__dict__[name] if module is None else getattr(module, name)
+
+    def put(self: PreparedModule, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(table, put)
+
+
 class PreparedModule(EngineModule):
     """In the model's place in a program: what is set, taken away, registered or looked for is the model's.
 
@@ -197,6 +210,10 @@ class PreparedModule(EngineModule):
     model would go on without it. So are the methods that its class has in the place of torch's, and special
     ones; and to ``isinstance`` it is of that class.
     """
+
+    # by these torch.func.functional_call puts other tensors in the place of parameters and buffers
+    _parameters = _table_of_model("_parameters")
+    _buffers = _table_of_model("_buffers")
 
     def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
         """Of a kind that has the model's own methods where ``nn.Module`` has others, or none."""

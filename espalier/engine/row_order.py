@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.engine.kept import SOUGHT, Kept, in_order, varying
+from espalier.engine.kept import SOUGHT, Kept, call, call_method, in_order, varying
 from espalier.trees import leaves
 
 _RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze".split())
@@ -233,12 +233,12 @@ class _Walk:
 def _read(step: Any) -> tuple[str, Any, list[Any], Mapping[str, Any]]:
     """The name of the function or method, what it is of, and its other arguments."""
     func, args = step.func, [*step.args]
-    if getattr(func, "__name__", "") == "_call" and args and isinstance(args[0], Kept):
+    if func is call and args and isinstance(args[0], Kept):
         within = args[0]._step
         if within is not None and within.func is getattr:
             return str(within.args[1]), within.args[0], args[1:], step.kwargs
     name = getattr(func, "__name__", "")
-    if name == "_call_method":  # one that writes
+    if func is call_method:  # one that writes
         args = [args[0], *args[2:]]
         name = str(step.args[1])
     is_in_place = name.endswith("_") and not name.startswith("_")

@@ -22,6 +22,7 @@ from espalier.comm.control import Board, agree, any_says, compared_with_first, n
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
+from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
 from espalier.engine.looks import let_look
@@ -41,6 +42,7 @@ from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
+from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
 from espalier.parallel.compose import Stages, Undivided
@@ -77,6 +79,7 @@ class Staged(Passes):
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
+        self.to_write: list[ModelRun] = []
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
@@ -84,6 +87,8 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
+        self.ranks_have_parts = False  # a loss is made on each rank's rows
+        self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
         self._copies = Copies(self)
@@ -270,10 +275,11 @@ class Staged(Passes):
         data = self._laid_out(parts[0])
         for part in parts:
             self._begins(part)
-        work = MicroBatches(self._context(data), parts, phase, counts=len(parts) > 1)
+        are_parts = len(parts) > 1 or self.ranks_have_parts
+        work = MicroBatches(self._context(data), parts, phase, counts=are_parts)
         for gradients in data.gradients.parts:
             gradients.hold()
-        self._weighs, self._factor, self.last_factor = len(parts) > 1, None, None
+        self._weighs, self._factor, self.last_factor = are_parts, None, None
         self._is_finished = self._is_known = False
         self.seen.admit()
         self.has_gradients = True
@@ -324,7 +330,7 @@ class Staged(Passes):
         entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
         self.observers.take()
         with self.observers.quiet():
-            call = ModelRun(self, entered, rows, made_by)
+            call = ModelRun(self, entered, rows, made_by, keep)
             out = self._called(call)
         if self.observers.look_forward and not self.mesh.is_dry:
             self.observers.tell_of_divided(self.stages.split.divided)
@@ -502,9 +508,11 @@ class Staged(Passes):
             )
         assert self.data is not None
         earlier, gradients = self.taken_gradients(), self.data.gradients
+        later: list[Callable[[], None]] = []
         gradients.begin(True)
         try:
-            go()
+            with having(self, _later=later):
+                go()
         finally:
             if gradients.is_idle:
                 gradients.stop()
@@ -518,6 +526,15 @@ class Staged(Passes):
         self._tell_of_gradients()
         self.seen.note()
         self.call_waiting()
+        for through_stages in later:
+            through_stages()
+
+    def when_beside_is_over(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages; behind one of :meth:`make_beside`, where that has led to it."""
+        if self._later is None:
+            through_stages()
+        else:
+            self._later.append(through_stages)
 
     def _drop_unneeded(self, without: Set[int]) -> None:
         """Gradients of copies that no rank used; and, without data, of what lies on other ranks."""

@@ -21,6 +21,7 @@ from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation
+from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import marks_of, refuse_changed
@@ -61,6 +62,7 @@ class StagedPasses(Protocol):
     known_losses: dict[Hashable, bool]
     observers: Observers
     last_factor: torch.Tensor | None
+    ranks_have_parts: bool
     scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation
@@ -68,6 +70,7 @@ class StagedPasses(Protocol):
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
+    to_write: list[ModelRun]  # calls whose buffers nobody has written yet, in their order
 
     @property
     def stages(self) -> Stages: ...
@@ -83,6 +86,7 @@ class StagedPasses(Protocol):
     def taken_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]: ...
     def add_gradients(self, taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> None: ...
     def call_waiting(self) -> None: ...
+    def when_beside_is_over(self, through_stages: Callable[[], None]) -> None: ...
     @property
     def waiting(self) -> WaitingForStages: ...
 
@@ -96,10 +100,13 @@ class ModelRun:
     Args:
         rows: as for :meth:`espalier.Engine.outputs`.
         made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
+        keep: what makes, or keeps, calls with what it gives.
     """
 
-    def __init__(self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any]) -> None:
-        self._passes, self._inputs, self.is_own = passes, inputs, rows == "own"
+    def __init__(
+        self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any], keep: Keep
+    ) -> None:
+        self._passes, self._inputs, self.is_own, self.keep = passes, inputs, rows == "own", keep
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
         self._marks = marks_of(leaves(inputs, torch.Tensor))
@@ -107,7 +114,9 @@ class ModelRun:
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
         self._state = TorchState.now(passes.mesh.device_type)
-        self.is_whole = not self.is_own and passes.plan.accumulate == 1
+        readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
+        self.is_part, self.share_of_loss = readers > 1, 1 / readers
+        self.is_whole, self.is_of_all = not self.is_part and passes.plan.accumulate == 1, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
         # before and after a value was computed in its place; what its loss is to draw from
@@ -126,7 +135,10 @@ class ModelRun:
         self.sights: list[Sight] = []  # what hooks see
         self.told: dict[Place, list[Callable[[torch.Tensor], Any]]] = {}  # hooks of gradients
         self.leaves: list[torch.Tensor] = []
+        self.handed_out: Any = None
         self._hooks = passes.observers.hooks
+        if passes.call.module.training:
+            passes.to_write.append(self)
 
     @property
     def device(self) -> torch.device:
@@ -137,6 +149,15 @@ class ModelRun:
         """Lay the model out for its inputs, unless it is."""
         self._passes.lay_out(self._parts(self._inputs)[0][0])
         self._written = self._passes.written()
+
+    def soon(self, through_stages: Callable[[], None]) -> None:
+        """Make a pass through the stages that a backward pass of the program's has led to."""
+        self._passes.when_beside_is_over(through_stages)
+
+    def see_all(self) -> None:
+        """Let its losses be computed on all rows at once, of this rank's own where it has such."""
+        if not self.is_whole:
+            self.is_whole = self.is_of_all = True
 
     def is_cut(self) -> bool:
         """Whether the loss is computed on parts of the rows."""
@@ -155,7 +176,7 @@ class ModelRun:
         """
         tensors = leaves(self._inputs, torch.Tensor)
         wanting = [*{id(x): x for x in tensors if x.requires_grad}.values()]
-        in_parts = [x for x in wanting if self.is_own or isinstance(x, DTensor)]
+        in_parts = [x for x in wanting if self.is_part or isinstance(x, DTensor)]
         if not in_parts:
             return wanting
         what = (
@@ -166,7 +187,7 @@ class ModelRun:
         if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in in_parts):
             raise TypeError(what)
         warnings.warn(f"{what} x.grad stays as it is.", stacklevel=user_frame()[0])
-        return [x for x in wanting if not self.is_own and not isinstance(x, DTensor)]
+        return [x for x in wanting if not self.is_part and not isinstance(x, DTensor)]
 
     @property
     def known_losses(self) -> dict[Hashable, bool]:
@@ -229,6 +250,7 @@ class ModelRun:
             inputs = mapped(lambda x: self._earlier.get(id(x), x), inputs)
         parts, own = self._parts(inputs)
         passes.lay_out(parts[0])  # after which buffers are others
+        self._let_earlier_write()
         if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
@@ -238,6 +260,34 @@ class ModelRun:
             if self._state.grad and self._drawn_from is None:
                 self._begins, self._ends = begins, states(device)
         return self._joined(outputs, own, inputs)
+
+    def _let_earlier_write(self) -> None:
+        """Before this call writes to buffers, those do that the program has made before it.
+
+        What they give has not been asked for: they run for their buffers, and, if a loss goes back, again.
+        """
+        passes = self._passes
+        split = passes.stages.split
+        if self not in passes.to_write:
+            return
+        n = passes.to_write.index(self)
+        earlier, passes.to_write[: n + 1] = passes.to_write[:n], []
+        for run in earlier if split.written and not split.remembers else ():
+            if run._is_as_called():
+                with torch.no_grad():
+                    run.value()
+
+    def _is_as_called(self) -> bool:
+        """Whether it has not run, and what it computes with is what it was at the call."""
+        has_run = self._value is not None or self._drawn_from is not None or self._buffers is not None
+        if has_run or self._passes.updates != self._updates:
+            return False
+        try:
+            self._refuse_written()
+            refuse_changed(mark for mark in self._marks if id(mark[0]) not in self._earlier)
+        except (ValueError, RuntimeError):
+            return False
+        return True
 
     def _seen(self, part: Any) -> tuple[Any, list[Sight]]:
         """What the model gives for a micro-batch, and what hooks see."""
@@ -288,7 +338,7 @@ class ModelRun:
                 whole = self._of_all_rows(inputs) if whole is None else whole
                 joined.append(whole[i])
                 ways.append(_way([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
-        self._ways = ["sum"] * len(ways) if len(outputs) == 1 else ways
+        self._ways = ["sum"] * len(ways) if len(outputs) == 1 and not self.is_part else ways
         tensors = iter(joined)
         whole_tree = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, trees[0])
         self.sights = [s._replace(args=args) for s, args in zip(outputs[0][1], whole_tree[1], strict=True)]
@@ -510,6 +560,7 @@ class ModelRun:
                 "passes."
             )
         refuse_changed(self._marks)
+        self._let_earlier_write()
         if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()
@@ -532,7 +583,8 @@ class ModelRun:
         try:
             numbers = leaves((self._inputs, captured), torch.Tensor)
             in_order = passes.evaluation.of_one_call(numbers, adds)
-            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen):
+            of_parts = having(passes, ranks_have_parts=self.is_part and not adds)
+            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
         finally:

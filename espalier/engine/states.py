@@ -55,7 +55,7 @@ def lay_out_states(
     Raises:
         ValueError: one has no memory, and is on no tape.
     """
-    with data.updating(exchange=False):
+    with data.updating(keep=True, exchange=False):
         for p, state in optimizer.state.items():
             if isinstance(p, DTensor):
                 if not p._layout.mesh.is_dry:
@@ -63,7 +63,7 @@ def lay_out_states(
                 for name, x in state.items():
                     is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
                     if is_plain and x.ndim and x.shape == p.shape:
-                        state[name] = lay_out(x, p._layout)
+                        state[name] = lay_out(x, p._layout.own)
         parts = parts_of(optimizer)
         for part in (*parts, *filter(None, map(inner_of, parts))):  # which may answer for it
             if has_masters:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from espalier.meanwhile import having
 from espalier.parallel.apart import calls_within, is_torchs
+from espalier.torch_private import call_before_step, keeps_hooks, without_hooks_before_step
 
 _NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
 
@@ -43,17 +45,19 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
         if engine is None or self is not held_by() or engine.is_stepping:
             return own(*args, **options)
         closure, out = args[0] if args else options.get("closure"), None
-        inner = own
+        inner, around_update = own, cast(AbstractContextManager[None], nullcontext())
         if closure is not None:
             within = _calls_within(self)
             if within:
                 return engine.step_by_closure(self, partial(own, *args, **options))
+            if keeps_hooks(self):
+                closure, around_update = call_before_step(self, closure), without_hooks_before_step(self)
             with torch.enable_grad():
                 out = closure()
             if within is not None and not is_torchs(self):
                 inner = partial(own, lambda: out)  # that asks what the loss is
         # within, the optimizer's own step, without what others have put around it: that runs now
-        with having(self, step=inner):
+        with having(self, step=inner), around_update:
             if not engine.step_in_loop(self):
                 made = inner()
                 out = made if closure is None else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -15,13 +16,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from espalier.engine.all_stages import of_all_stages, take_all_stages
 from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
 from espalier.engine.steps import model_of_steps
 from espalier.meanwhile import having
-from espalier.parallel.apart import makes_one_of_all
+from espalier.parallel.apart import holds_others, makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.fused import Substitute, fuse, holding, may_fuse
 from espalier.parallel.plan import Offload, Plan
@@ -29,6 +31,7 @@ from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import (
     foreach_copy_,
     getter,
@@ -81,7 +84,8 @@ def check_plan_of_closures(
     against = {
         f"pipe = {plan.pipe}": plan.pipe > 1 and not stages,
         f"branch = {plan.branch}": plan.branch > 1,
-        f"accumulate = {plan.accumulate}": plan.accumulate > 1,
+        # all micro-batches go through stages in one backward pass
+        f"accumulate = {plan.accumulate}": plan.accumulate > 1 and not (stages and plan.pipe > 1),
         f"clip = {plan.clip}": plan.clip is not None,
         f"precision = {precision}": precision.parameters is not None or precision.scales,
         "offload": bool(offload.away) or offload.is_by_budget,
@@ -109,15 +113,41 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
         )
     check_beside(beside, plan)
     _refuse_of_two_models(optimizer, model)
-    if (plan.pipe > 1 or plan.branch > 1) and makes_one_of_all(optimizer):
+    if plan.pipe > 1 or plan.branch > 1:
+        for part in filter(makes_one_of_all, parts_of(optimizer)):
+            _let_take_all(part, plan)
+
+
+def _let_take_all(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Let an optimizer step with the parameters of all stages.
+
+    Raises:
+        ValueError: the plan has others than stages, or moves them off the device; or others are within it.
+    """
+    does = (
+        f"The step of {type(optimizer).__name__} makes something of all its parameters or gradients (a norm, "
+        "say), or draws random numbers for each of them, as a trial on small tensors shows."
+    )
+    against = {
+        f"branch = {plan.branch}": plan.branch > 1,
+        "offload": bool(plan.offload.away) or plan.offload.is_by_budget,
+        f"pipe = {plan.pipe}": holds_others(optimizer),
+    }
+    reasons = [said for said, holds in against.items() if holds]
+    if reasons:
         raise ValueError(
-            f"The step of {type(optimizer).__name__} makes something of all its parameters or gradients "
-            "(a norm, say), or draws random numbers for each of them, as a trial on small tensors shows. In "
-            "a pipeline, and with branches, a rank's "
-            "optimizer has those of its own stages alone, and the result would be another. Leave it out of "
-            "the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the norm of all gradients), or "
-            "train under a plan without pipe and branch."
+            f"{does} A rank's optimizer has those of its own stages and branches alone, and the result would "
+            "be another. Leave it out of the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the "
+            f"norm of all gradients), or train under a plan without {' and '.join(reasons)}."
         )
+    warnings.warn(
+        f"{does} In a pipeline the ranks send one another all parameters, gradients and states before each "
+        "step then, and each updates them all: that takes time, and memory while it lasts. Quicker is an "
+        "optimizer that updates each parameter by itself (torch.nn.utils.clip_grad_norm_, or clip=..., take "
+        "the norm of all gradients).",
+        stacklevel=user_frame()[0],
+    )
+    take_all_stages(optimizer)
 
 
 def _refuse_of_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -205,7 +235,7 @@ def update(
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:
             scale_gradients(held, factor)
-        with rounding_as_one(optimizer, parameters):
+        with of_all_stages(optimizer), rounding_as_one(optimizer, parameters):
             optimizer.step()
         settle(optimizer, parameters)
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
-from espalier.comm.control import named
+from espalier.comm.control import met_by, named
 from espalier.faults.settings import Faults
 
 _SOON: Final = 2.0  # seconds without a move, where the cause is known
@@ -95,12 +95,16 @@ class Verdict:
         text: the report, but for the end of a process that only its parent knows.
         delay: seconds from the last sign of life, or the last thing done, to this verdict.
         words: the last lines of standard error of the first to blame.
+        leave: whether those to blame have told of their end, and are about to say why.
+        silent: whether they give no sign of life, so that they are ended from without.
     """
 
     ranks: tuple[int, ...]
     text: str
     delay: float
     words: tuple[str, ...] = ()
+    leave: bool = False
+    silent: bool = False
 
     def dumps(self, by: int = 0) -> str:
         """As text; of each rank another one."""
@@ -110,7 +114,8 @@ class Verdict:
     def loads(cls, text: str | bytes) -> Self:
         """From text."""
         fields = json.loads(text)
-        return cls(tuple(fields["ranks"]), fields["text"], fields["delay"], tuple(fields["words"]))
+        del fields["by"]
+        return cls(**{**fields, "ranks": tuple(fields["ranks"]), "words": tuple(fields["words"])})
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,12 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     signs = {rank: of.sign for rank, of in heard.items() if of.sign is not None}
     failed = sorted((s.at, rank) for rank, s in signs.items() if s.end == "failed")
     if failed:
-        return _verdict(heard, [failed[0][1]], lambda s: f"failed: {s.message}", 0.0)
+        first = failed[0][1]
+        origin = met_by(signs[first].message)  # all raise what one has met, and the others don't know where
+        if origin is not None and origin in signs and signs[origin].end == "failed":
+            first = origin
+        verdict = _verdict(heard, [first], lambda s: f"failed: {s.message}", 0.0)
+        return replace(verdict, leave=True)
     ended = {peer for s in signs.values() for peer, computed in s.peers.items() if computed is None}
     gone = sorted(rank for rank in ended if rank in signs and heard[rank].runs)
     if gone:
@@ -154,9 +164,9 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     ]
     if silent:
         delay = min(heard[rank].silent for rank in silent)
-        return _verdict(
-            heard, silent, lambda s: f"gave no sign of life for {delay:.1f} s (on {s.host})", delay
-        )
+        says = f"gave no sign of life for {delay:.1f} s"
+        verdict = _verdict(heard, silent, lambda s: f"{says} (on {s.host})", delay)
+        return replace(verdict, silent=True)
     left = sorted(rank for rank, s in signs.items() if s.end == "left")
     hurt = [rank for rank, s in signs.items() if s.end == "consequence"]
     rest = [of for of in heard.values() if of.runs]

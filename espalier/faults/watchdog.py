@@ -309,9 +309,10 @@ class Watchdog:
             sign, at = self._signs.get(rank, (None, 0.0))
             if sign and rank in self._near and sign.machine == self._machine:
                 culprits.append(sign.pid)
-                if time.monotonic() > at + 2:
+                # one that gives no sign hears of no verdict either; but who is on the way out has to say why
+                if time.monotonic() > at + 2 and not verdict.leave:
                     with contextlib.suppress(OSError):
-                        os.kill(sign.pid, signal.SIGKILL)  # one that gives no sign hears of no verdict either
+                        os.kill(sign.pid, signal.SIGKILL)
         # who has started the ranks takes the first to end for the cause
         until = time.monotonic() + _LAST
         while time.monotonic() < until and any(computed_by(pid) is not None for pid in culprits):

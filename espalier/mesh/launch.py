@@ -375,7 +375,7 @@ def _explain(
         here: those of this one.
         logs: where what ranks wrote is kept, if not in ``folder``.
     """
-    ranks, account = _account(folder)
+    ranks, account, silent = _account(folder)
     rank = min(exits.keys() | _noted(folder), key=lambda rank: _blame(rank, exits, folder))
     if ranks and _blame(rank, exits, folder)[0]:
         rank = ranks[0]
@@ -383,6 +383,8 @@ def _explain(
     if rank in ranks and code in (0, -signal.SIGTERM):
         # it has left while others waited for it; SIGTERM is the agent's, while it was on its way out
         code, lines = 1, account
+    elif rank in ranks and silent and code == -signal.SIGKILL:
+        lines = account  # it was the watch that has ended it
     else:
         lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     if rank not in here:
@@ -414,13 +416,14 @@ def _explain(
     return LaunchError("\n".join(lines), rank, code, place)
 
 
-def _account(folder: Path) -> tuple[list[int], list[str]]:
-    """Whom the watch over the ranks blames, and what it tells; nothing, where there was none."""
+def _account(folder: Path) -> tuple[list[int], list[str], bool]:
+    """Whom the watch over the ranks blames, what it tells, and whether they gave no sign of life; nothing,
+    where there was none."""
     path = folder / ACCOUNT
     if not path.exists():
-        return [], []
+        return [], [], False
     verdict = json.loads(path.read_text("utf-8"))
-    return verdict["ranks"], verdict["text"].splitlines()
+    return verdict["ranks"], verdict["text"].splitlines(), bool(verdict.get("silent"))
 
 
 def _noted(folder: Path) -> set[int]:

@@ -200,7 +200,11 @@ def finish() -> None:
     error = sys.exc_info()[1]
     try:
         if error is None:
-            dist.barrier()
+            try:
+                dist.barrier()
+            except RuntimeError as met:  # another rank has gone
+                _note_failure(dist.get_rank(), met, Exits.tell(met))
+                raise
         elif isinstance(error, Exception):
             # Before the group goes, which makes the other ranks fail in their turn.
             _note_failure(dist.get_rank(), error, Exits.tell(error))

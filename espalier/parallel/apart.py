@@ -28,6 +28,7 @@ _SCALES = (1e-3, 1.0, 1e3, 1e-1, 10.0, 1.0)
 """Of the gradients of the steps that are tried: a limit of a norm lies somewhere between."""
 _STEADY = (1.0,) * 24
 """Of gradients that stay as they are, from which estimates of the distance to go begin to grow."""
+_FAST = 1.0  # a learning rate at which they soon do; the optimizer's own may be a warmup's
 _ROUNDING = 0.02  # of how far a parameter has come
 
 
@@ -100,8 +101,8 @@ def _reaches_others(optimizer: torch.optim.Optimizer, device: torch.device, way:
     Those are made others: what is computed of each by itself is the same then to the last bit, also where
     matrices of one shape are multiplied together. So a little is seen, too.
     """
-    for scales in (_SCALES, _STEADY):
-        ends = tried(optimizer, device, [(way, 1.0), (way, -3.0)], scales=scales)
+    for scales, rate in ((_SCALES, None), (_STEADY, None), (_STEADY, _FAST)):
+        ends = tried(optimizer, device, [(way, 1.0), (way, -3.0)], scales=scales, rate=rate)
         if ends is not None and not ends[0].is_as(ends[1], options=False, every=2, rounding=0.0):
             return True
     return False
@@ -184,6 +185,7 @@ def tried(
     ways: Sequence[tuple[Way, float]],
     size: Callable[[int], Sequence[int]] = lambda ndim: (3,) * ndim,
     scales: Sequence[float] = _SCALES,
+    rate: float | None = None,
 ) -> list[_End] | None:
     """What some steps on small tensors come to, made in several ways; None if it cannot be tried.
 
@@ -192,6 +194,7 @@ def tried(
             around in every second step.
         size: of a tensor of so many dims.
         scales: of the gradients of each step.
+        rate: the learning rate; by default its own.
     """
     held = leaves(list(_own(optimizer).values()))
     if not holds_others(optimizer) and any(isinstance(x, torch.Tensor) and x.ndim for x in held):
@@ -200,7 +203,7 @@ def tried(
     try:
         with warnings.catch_warnings(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
-            return [_end(optimizer, device, way, size, scales, of_others) for way, of_others in ways]
+            return [_end(optimizer, device, way, size, scales, of_others, rate) for way, of_others in ways]
     except Exception:  # it wants other tensors, or a closure
         return None
     finally:
@@ -214,6 +217,7 @@ def _end(
     size: Callable[[int], Sequence[int]],
     scales: Sequence[float],
     of_others: float,
+    rate: float | None,
 ) -> _End:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -233,6 +237,10 @@ def _end(
             twin.param_groups.append({**copy.deepcopy(_options(group)), "params": like})
         params = [p for group in twin.param_groups for p in group["params"]]
         twin = shadow_of(twin, params)
+    for group in twin.param_groups:
+        if rate is not None and "lr" in group:
+            own = group["lr"]
+            group["lr"] = torch.full_like(own, rate) if isinstance(own, torch.Tensor) else rate
     starts = [p.detach().clone() for p in params]
     if callable(into_training := getattr(twin, "train", None)):  # as those that keep averages want
         into_training()

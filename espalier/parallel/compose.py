@@ -114,7 +114,7 @@ def arrange(
     if plan.expert > 1 and not experts:
         raise ValueError(
             f"expert = {plan.expert}, but {type(model).__name__} has no experts: no module with num_experts, "
-            "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights)."
+            "parameters [num_experts, ...] and forward(hidden, top_k_index, top_k_weights). Leave expert out."
         )
     apart = tuple(axis for axis in ("expert", *plan.tensor_axes) if axis in mesh.names)
     layouts = Arrangement()

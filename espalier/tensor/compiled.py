@@ -12,6 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ Tracing = Callable[[Callable[..., Any], Sequence[torch.Tensor]], Any]
 _stride = method("stride")
 _shape, _device, _dtype, _needs_gradient = map(getter, ("shape", "device", "dtype", "requires_grad"))
 _BUCKET = 25.0  # megabytes of one message
-_LIMIT = 16  # kinds of inputs for which one region is compiled
+_LIMIT = 16  # kinds of inputs for which one region is compiled, while gradients are wanted, and while not
 
 
 def compile(  # torch's own name for it
@@ -226,10 +227,7 @@ class Region:
         self, call: Callable[..., Any], owner: Any, backend: Backend, fullgraph: bool = True
     ) -> None:
         self._call, self.owner, self._backend, self._fullgraph = call, owner, backend, fullgraph
-        self._is_refused = False
-        self._refused_with: set[type] = set()  # kinds of arguments with which it is no graph: caches
-        self._variants: dict[Any, list[_Variant]] = {}
-        self._count = 0
+        self._by_state: dict[Any, _Variants] = {}  # what an evaluation, or a generation, does is no training
         self.__name__ = getattr(owner, "__name__", type(owner).__name__)
         self.__doc__ = owner.__doc__
 
@@ -256,35 +254,43 @@ class Region:
     def way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[[], Any]]:
         """By which way a call goes, and what goes it."""
         written = "written", partial(self.as_written, args, kwargs)
-        if self._is_refused or observed() or any(watcher.inside for watcher in watchers()):
+        if observed() or any(watcher.inside for watcher in watchers()):
+            return written
+        variants = self._by_state.get(now := state())
+        if variants is None:
+            variants = self._by_state[now] = _Variants()
+        if variants.are_refused and not variants.by_kind:
             return written
         is_flat = not kwargs and all(type(a) is DTensor for a in args)
         leaves, form = (list(args), None) if is_flat else flatten((args, kwargs))
-        if self._refused_with and not self._refused_with.isdisjoint(map(type, leaves)):
+        if variants.refused_with and not variants.refused_with.isdisjoint(map(type, leaves)):
             return written
-        key = (state(), *kinds(leaves), _repeats(leaves), form)
-        for variant in self._variants.get(key, ()):
+        key = (*kinds(leaves), _repeats(leaves), form)
+        for variant in variants.by_kind.get(key, ()):
             if variant.fits():
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
                     return written  # traced as if each had memory of its own
                 return "graph", partial(variant.run, leaves, inputs)
-        if self._count < _LIMIT and all(map(_compilable, leaves)):
-            return "recorded", partial(self._recorded, key, leaves, form)
-        if self._count == _LIMIT:
-            self._count += 1
+        if variants.are_refused:
+            return written
+        if variants.count < _LIMIT and all(map(_compilable, leaves)):
+            return "recorded", partial(self._recorded, variants, key, leaves, form)
+        if variants.count == _LIMIT:
+            variants.count += 1
             warnings.warn(_too_many(self.__name__), stacklevel=3)
         return written
 
-    def _recorded(self, key: Any, leaves: list[Any], form: Any) -> Any:
-        self._count += 1
+    def _recorded(self, variants: _Variants, key: Any, leaves: list[Any], form: Any) -> Any:
+        variants.count += 1
         recorded, out = _record(self._call, self.owner, leaves, form, self._backend, self._fullgraph)
         if isinstance(recorded, Refused):
-            self._refused_with |= set(map(type, _objects(leaves)))
-            self._is_refused = not self._refused_with
+            objects = set(map(type, _objects(leaves)))
+            variants.refused_with |= objects
+            variants.are_refused |= not objects
             warnings.warn(f"{self.__name__} runs as it is written, uncompiled. {recorded}", stacklevel=3)
         else:
-            self._variants.setdefault(key, []).append(recorded)
+            variants.by_kind.setdefault(key, []).append(recorded)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -294,6 +300,22 @@ class Region:
         if instance is None:
             return self
         return Region(self._call.__get__(instance), instance, self._backend, self._fullgraph)
+
+
+@dataclass
+class _Variants:
+    """What was compiled of a region in one of torch's states, by kind of inputs.
+
+    Attributes:
+        count: how often it was tried.
+        are_refused: whether it was no graph: from then on a new kind runs as it is written.
+        refused_with: kinds of arguments with which it is none: caches.
+    """
+
+    by_kind: dict[Any, list[_Variant]] = field(default_factory=dict)
+    count: int = 0
+    are_refused: bool = False
+    refused_with: set[type] = field(default_factory=set)
 
 
 def state() -> Any:

@@ -30,7 +30,7 @@ from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left,
 from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
-from espalier.torch_private import disable_modes, raw, saved_tensors_hooks, version_of, with_torch_functions
+from espalier.torch_private import raw, saved_tensors_hooks, version_of, with_torch_functions
 from espalier.trees import leaves, tensors_in, tree_map
 
 # a composite asks these whether to hand itself over; entered, it must go on instead
@@ -281,7 +281,6 @@ def _unseen() -> Iterator[None]:
     """While open, what others count (operations, memory, saved tensors), or record, is not counted."""
     hooked = saved_tensors_hooks(True) is not None
     with (
-        disable_modes(),
         unrecorded(),
         torch.autograd.graph.saved_tensors_hooks(_same, _same) if hooked else nullcontext(),
     ):

@@ -18,7 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -99,10 +99,11 @@ class HandedOut:
 
     Attributes:
         times: how often it was handed out, or was given other data.
+        before: is called before it is handed out again; None: nothing is.
     """
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times, self.before = 0, cast("Callable[[], None] | None", None)
         self._aliases: list[weakref.ref[torch.Tensor]] = []
 
     def to(self, alias: torch.Tensor) -> None:
@@ -150,10 +151,17 @@ def hand_out(x: torch.Tensor, alias: torch.Tensor) -> None:
     handed = attributes.get("_handed_out")
     if handed is None:
         handed = attributes["_handed_out"] = HandedOut()
+    if handed.before is not None:
+        handed.before()
     handed.to(alias)
     source = attributes.get("_source")
     if isinstance(source, StandIn):
         source.handed_out()
+
+
+def before_handing_out(x: torch.Tensor, call: Callable[[], None]) -> None:
+    """From now on a function is called before somebody gets an alias of a tensor's data."""
+    x.__dict__.setdefault("_handed_out", HandedOut()).before = call
 
 
 def note_given(x: torch.Tensor) -> None:

@@ -263,6 +263,23 @@ def _runs_isinstance(code: CodeType, place: int) -> bool:
     return begins is not None and any(i.argval == "isinstance" and _begins(i) == begins for i in instructions)
 
 
+def reads_an_index(frame: FrameType) -> bool:
+    """Whether a frame has come to ``x[...]``."""
+    now = _instruction(frame.f_code, frame.f_lasti)
+    return now.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or now.argrepr.startswith("[")
+
+
+def writes_by_operator(frame: FrameType) -> bool:
+    """Whether a frame has come to ``x += ...`` or its like."""
+    now = _instruction(frame.f_code, frame.f_lasti)
+    return now.opname == "BINARY_OP" and now.argrepr.endswith("=")
+
+
+@lru_cache(maxsize=1024)
+def _instruction(code: CodeType, place: int) -> dis.Instruction:
+    return next(i for i in dis.get_instructions(code) if i.offset == place)
+
+
 def _begins(instruction: dis.Instruction) -> tuple[int, int] | None:
     """The line and column where its text begins; None if that is not known (``-X no_debug_ranges``)."""
     place = instruction.positions

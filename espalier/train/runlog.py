@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,11 +36,16 @@ from espalier.train.page import write_page
 from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
+_HEAD = ("run", "name", "status", "began", "updated")  # what ``run.json`` has beside the facts
 _LOOK = 1.0  # ...and between two looks at whose the folder is
 
 
 class RunTaken(RuntimeError):
     """Another run has begun in the folder of this one."""
+
+
+class RunUnwritten(ValueError):
+    """What a run measures cannot be written to its folder."""
 
 
 class RunLog:
@@ -96,7 +101,9 @@ class RunLog:
         self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]
         self._log = Log(self.folder, self.first, after)
-        self.facts: dict[str, Any] = {}
+        # those that were known, until a step tells anew: none may be left to do
+        known = _head(self.folder) if self.first and after else {}
+        self.facts: dict[str, Any] = {key: fact for key, fact in known.items() if key not in _HEAD}
         self._status, self._written, self._page, self._elapsed = "running", 0, 0.0, 0.0
         self._began, self._looked = _now(), -_LOOK
         self._own = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
@@ -168,6 +175,7 @@ class RunLog:
 
         Raises:
             RunTaken: on the first rank, where another run has begun in the folder.
+            RunUnwritten: on the first rank, where the folder cannot be written to: a full disk.
         """
         engine, log = self.engine, self._log
         self.stop()
@@ -197,7 +205,8 @@ class RunLog:
             self.facts["timeline"] = timeline_of(engine)
         if self.first and self._written:
             self._keep(val_loss is not None)
-        log.write(record)
+        with self._writing():
+            log.write(record)
         self._written += 1
         for callback in self._callbacks:
             callback.record(record)
@@ -244,9 +253,7 @@ class RunLog:
         if not self._is_time(now) and time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
-        whose = self._own
-        with contextlib.suppress(OSError, ValueError):
-            whose = json.loads((self.folder / "run.json").read_text("utf-8")).get("run", whose)
+        whose = _head(self.folder).get("run", self._own)
         if whose != self._own:
             self._end("left")
             raise RunTaken(
@@ -270,10 +277,11 @@ class RunLog:
         if self._status != "running":
             return
         status = "left" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-        if self.first:
-            said = str(error).strip() or type(error).__name__
-            append(self.folder, Event(status, said, self.engine.steps, _now()))
-        self.close(status)
+        with contextlib.suppress(OSError, RunUnwritten):  # the error is to be told, not one more
+            if self.first:
+                said = str(error).strip() or type(error).__name__
+                append(self.folder, Event(status, said, self.engine.steps, _now()))
+            self.close(status)
 
     def _is_time(self, now: bool) -> bool:
         return now or time.monotonic() - self._page > _EVERY or self._written < 3
@@ -283,16 +291,33 @@ class RunLog:
         if not self.first or not self._is_time(now):
             return
         self._page = time.monotonic()
-        head = {
-            "run": self._own,
-            "name": self.name,
-            "status": self._status,
-            "began": self._began,
-            "updated": _now(),
-        }
+        head = dict(zip(_HEAD, (self._own, self.name, self._status, self._began, _now()), strict=True))
         text = json.dumps({**head, **self.facts}, default=str)
-        write_file(self.folder / "run.json", text.encode(), last=False)
-        write_page(self.folder)
+        with self._writing():
+            write_file(self.folder / "run.json", text.encode(), last=False)
+            write_page(self.folder)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunUnwritten(
+                f"What is measured cannot be written to {self.folder}: {error.strerror}. Checkpoints that"
+                " were saved are as they were: make space, and go on from the newest (--resume)."
+            ) from error
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder has come to its end, and left its results."""
+    return bool(_head(folder).get("status") == "finished")
+
+
+def _head(folder: Path) -> dict[str, Any]:
+    """What ``run.json`` says; nothing where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((folder / "run.json").read_text("utf-8")))
+    return {}
 
 
 def append(folder: Path, event: Event) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from espalier.checkpoint import Checkpoint, CheckpointError, checkpoints, newest
-from espalier.checkpoint.folder import INDEX
+from espalier.checkpoint.folder import INDEX, cannot
 from espalier.comm import ledger
 from espalier.comm.control import gather_objects
 from espalier.engine import SpikeError
@@ -43,7 +44,7 @@ from espalier.train.metrics import Progress, Record, Silent, draw_loss, readable
 from espalier.train.model_spec import OwnSpec
 from espalier.train.outputs import WEIGHTS, sample, write_companions
 from espalier.train.page import PAGE, to_toml
-from espalier.train.runlog import RunLog, RunTaken
+from espalier.train.runlog import RunLog, RunTaken, is_finished
 from espalier.train.trackers import Callback
 from espalier.trees import named_leaves
 
@@ -165,7 +166,7 @@ def train(
         return loop.left
     loop.take_best()
     engine.export(job.out / WEIGHTS, metadata={"job": json.dumps(job.raw, default=str)})
-    timeline = engine.timeline() if job.plan.pipe > 1 else None
+    timeline = engine.timeline() if job.plan.pipe > 1 and loop.steps_made else None
     summary = _finish(job, text, records, parameters, engine.mesh.size(), timeline) if first else None
     loop.log.close()
     return summary
@@ -208,6 +209,7 @@ class Loop:
 
     Attributes:
         left: that a signal asked to leave, and when.
+        steps_made: by this process.
         log: of the run, once it runs.
     """
 
@@ -236,6 +238,7 @@ class Loop:
         self._evaluator = Evaluator(job, engine, validation)
         self._judge = self._keeper.judge
         self.left: Preempted | None = None
+        self.steps_made = 0
 
     def run(self, *, resume: bool = False) -> list[Record]:
         """Do all steps; return the records, which rank 0 also writes to ``metrics.jsonl``.
@@ -345,12 +348,18 @@ class Loop:
             return 0
         self._keeper.resume()
         done: int = engine.steps
-        if done >= steps:
+        if done > steps or (done == steps and self._is_finished()):
             raise ValueError(
                 f"The checkpoint is of step {done}, and train.steps = {steps}: there is nothing left to do. "
                 "To train on, give more: --set train.steps=..."
             )
         return done
+
+    def _is_finished(self) -> bool:
+        """Whether the run in this folder has written its results; one that was killed before has still to."""
+        return any(
+            gather_objects(self._engine.mesh.rank == 0 and is_finished(self._job.out), self._engine.mesh)
+        )
 
     def _step(
         self, step: int, count: bool, weigh: bool
@@ -378,6 +387,7 @@ class Loop:
             except FloatingPointError as error:
                 raise TrainingError(f"step {step}: {error}") from error
         self._schedule.step()
+        self.steps_made += 1
         message = "" if engine.guard is None else engine.guard.told
         if message:
             self.log.event("spike", f"step {step} is left out: {message}")
@@ -515,22 +525,27 @@ class RunCheckpoints:
         self.judge = None if job.evaluation is None else Judge(job.evaluation)
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one.
+        """Go on from the newest whole checkpoint, if there are some.
 
         Raises:
             ValueError: the job has no table ``[checkpoint]``, or what it trains differs from what was saved.
-            CheckpointError: a file is damaged.
+            CheckpointError: there are checkpoints, and all are damaged; or none can be written there.
         """
         directory = self._directory()
         if directory is None:
             raise ValueError("--resume: the job has no table [checkpoint], so it saves none. Add one.")
-        mesh = self._engine.mesh
-        path = gather_objects(newest(directory) if mesh.rank == 0 else None, mesh)[0]
-        if path is None:
+        see_writable(directory)
+        if not self._has_some(directory):
             self._progress.say(f"no checkpoint in {directory}: starting at the beginning")
             return
         engine = self._engine
-        self._load(directory)
+        try:
+            self._load(directory)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} No other in {directory} is whole, so there is nothing to go on from. Remove them "
+                "all to start at the beginning."
+            ) from error
         saved = self._saved
         self._progress.say(f"resumed after step {engine.steps}, {self._samples:,} samples")
         lines = list(differences(saved["job"], _plain(self._job.raw)))
@@ -540,13 +555,17 @@ class RunCheckpoints:
 
     def roll_back(self) -> bool:
         """Go back to the last checkpoint; whether there is one."""
-        directory, mesh = self._directory(), self._engine.mesh
+        directory = self._directory()
         self._engine.wait_saved()
-        path = newest(directory) if directory is not None and mesh.rank == 0 else None
-        if directory is None or gather_objects(path, mesh)[0] is None:
+        if directory is None or not self._has_some(directory):
             return False
         self._load(directory)
         return True
+
+    def _has_some(self, directory: Path) -> bool:
+        """Whether there are checkpoints, whole or not: where all are damaged no run begins anew."""
+        mesh = self._engine.mesh
+        return any(gather_objects(mesh.rank == 0 and has_checkpoints(directory), mesh))
 
     def _load(self, directory: Path) -> None:
         self._saved = self._engine.load(directory, schedule=self._schedule)
@@ -562,15 +581,19 @@ class RunCheckpoints:
 
         Raises:
             ValueError: the folder has another run's checkpoints.
+            CheckpointError: none can be written to it.
         """
         directory = self._directory()
         if self.judge is not None and self._engine.mesh.rank == 0:
             shutil.rmtree(self._job.out / BEST, ignore_errors=True)
-        if directory is not None and directory.is_dir() and (saved := checkpoints(directory)):
+        if directory is not None and has_checkpoints(directory):
+            saved = newest(directory) or checkpoints(directory)[0]
             raise ValueError(
-                f"{directory} has checkpoints of an earlier run (the newest is {saved[0].name}). Go on with "
+                f"{directory} has checkpoints of an earlier run (the newest is {saved.name}). Go on with "
                 "that by --resume, name another folder by --set checkpoint.directory=..., or remove them."
             )
+        if directory is not None:
+            see_writable(directory)
 
     def keep_best(self) -> None:
         """Keep what is there now as the best model."""
@@ -585,6 +608,9 @@ class RunCheckpoints:
         folder = self._job.out / BEST / f"step-{judge.step:08}"
         mesh = self._engine.mesh
         if not gather_objects(folder.is_dir() if mesh.rank == 0 else None, mesh)[0]:
+            self._progress.say(
+                f"the best validation, of step {judge.step}, is not kept any more: no {folder}"
+            )
             return False
         self._engine.load(folder, model_only=True)
         return True
@@ -645,6 +671,32 @@ class RunCheckpoints:
         set_last_rates(self._schedule, rates)
         for group, lr in zip(self._engine.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
+
+
+def see_writable(directory: Path) -> None:
+    """See that checkpoints can be written to a folder: not after hours, when the first is due.
+
+    Raises:
+        CheckpointError: they can't.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise CheckpointError(cannot(f"No checkpoint can be written to {directory}", error)) from error
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Whether there are some in a folder, whole or not.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return directory.exists() and bool(checkpoints(directory))
+    except OSError as error:
+        raise CheckpointError(f"No checkpoints can be read in {directory}: {error.strerror}.") from error
 
 
 def _directory(job: Job) -> Path | None:

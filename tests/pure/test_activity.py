@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espalier.faults.diagnosis import Heard, Sign, judge
+from espalier.faults.diagnosis import Heard, Sign, Verdict, judge
 from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog, _Stderr
@@ -67,6 +67,37 @@ def test_ranks_that_make_other_calls_are_told_sooner_than_those_that_wait():
     assert judge(heard(1.5, "reduce_scatter of [72] float32"), Faults()) is None
     found = judge(heard(2.5, "reduce_scatter of [72] float32"), Faults())
     assert found is not None and "part ways at their no. 7" in found.text
+
+
+def test_of_ranks_that_raise_alike_the_one_is_blamed_that_has_met_the_error():
+    def sign(rank: int, message: str, at: float) -> Heard:
+        return Heard(Sign(rank, "one", rank, end="failed", message=message, at=at), 0.0)
+
+    first, own = sign(0, "ValueError: bad\nMet by rank 1.", 1.0), sign(1, "ValueError: bad", 2.0)
+    found = judge({0: first, 1: own, 2: sign(2, "ValueError: bad\nMet by rank 1.", 3.0)}, Faults())
+    assert found is not None and found.ranks == (1,) and found.text.startswith("rank 1 of 3 failed:")
+    found = judge({0: first, 1: Heard(Sign(1, "one", 1), 0.0)}, Faults())  # it has caught its own
+    assert found is not None and found.ranks == (0,)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_one_that_has_told_of_its_end_is_left_to_say_why(monkeypatch, leave):
+    """A busy machine hears late: the culprit was killed before it had printed its traceback."""
+
+    class Left(Exception):
+        pass
+
+    def left(code: int) -> None:
+        raise Left(code)
+
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"]) as culprit:
+        watchdog = Watchdog(Faults())
+        watchdog._near, watchdog._machine = [1], "one"
+        watchdog._signs = {1: (Sign(1, "one", culprit.pid), time.monotonic() - 5.0)}
+        monkeypatch.setattr(os, "_exit", left)
+        with pytest.raises(Left):
+            watchdog._obey(Verdict((1,), "", 0.0, leave=leave))
+        assert culprit.wait() == (0 if leave else -signal.SIGKILL)
 
 
 def test_a_look_keeps_nothing_of_what_it_has_seen():

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from espalier.parallel.pipeline.balance import Segment, balance
 from espalier.parallel.pipeline.record import SplitError
-from espalier.parallel.pipeline.split import Segment, balance
 from espalier.tensor.dry_runs import OpCost
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -25,15 +28,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import espalier
-from espalier.checkpoint import Checkpoint, CheckpointError, Lying, checkpoints, newest
+from espalier.checkpoint import Checkpoint, CheckpointError, Lying, checkpoints, newest, open_any
 from espalier.checkpoint.folder import Seal
 from espalier.checkpoint.index import decode, encode
 from espalier.checkpoint.saver import Staging, boxes_to_write
 from espalier.checkpoint.tensor_file import ALIGN, frame_of
 from espalier.cli.main import app
+from espalier.compat.deepspeed.checkpoints import whole_tag
 from espalier.engine import Engine
 from espalier.layout import Layout, Replicate, Shard
 from espalier.mesh import Mesh
@@ -251,6 +256,25 @@ def test_what_is_written_by_hand_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert equal(state(second), wanted) and not equal(state(first), wanted)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_written_through_data_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """`p.data.clamp_(...)` between two steps: torch counts no such write, so a mixed state was saved."""
+    real = Staging.fill
+    monkeypatch.setattr(Staging, "fill", lambda *given: (time.sleep(0.1), real(*given))[1])
+    first = trained()
+    weights = [p.data for p in first.module.parameters()] if held else []
+    wanted = state(first)
+    first.save(tmp_path, asynchronous=True)
+    for data in weights or (p.data for p in first.module.parameters()):
+        data.clamp_(-0.01, 0.01)
+    first.wait_saved()
+    second = engine(seed=1)
+    second.load(tmp_path)
+    assert equal(state(second), wanted) and not equal(state(first), wanted)
+
+
 def test_the_oldest_stays_until_the_newest_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold, real = threading.Event(), os.fsync
     first = trained()
@@ -290,6 +314,17 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000005"]
 
 
+def test_of_a_link_to_a_checkpoint_only_the_link_goes(tmp_path: Path) -> None:
+    first = trained()
+    elsewhere = first.save(tmp_path / "archive")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / elsewhere.name).symlink_to(elsewhere)
+    first.train_step(batch(2))
+    saved = first.save(tmp_path / "run", keep=1, durable=True)
+    assert os.listdir(tmp_path / "run") == [saved.name]
+    Checkpoint(elsewhere).verify()
+
+
 def test_what_killed_processes_left(tmp_path: Path) -> None:
     first = trained()
     path = first.save(tmp_path)
@@ -305,6 +340,42 @@ def test_what_killed_processes_left(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         first.load(tmp_path / "none")
+
+
+def test_what_is_saved_and_loaded_in_inference_mode_trains_on(tmp_path: Path) -> None:
+    """One evaluates in it, and saves the best: buffers of copies and states were of that mode."""
+    first = trained()
+    with torch.inference_mode():
+        saved = first.save(tmp_path, asynchronous=True)
+    wanted = state(first)
+    first.train_step(batch(2))
+    first.save(tmp_path, asynchronous=True)
+    first.train_step(batch(3))
+    first.wait_saved()
+    second = engine(seed=1)
+    with torch.inference_mode():
+        second.load(saved)
+    assert equal(state(second), wanted)
+    for step in (2, 3):
+        second.train_step(batch(step))
+    assert equal(state(second), state(first))
+
+
+def test_a_loader_that_comes_too_late_for_its_position_is_told(tmp_path: Path) -> None:
+    rows = TensorDataset(torch.randn(12, 4), torch.randn(12, 4))
+    first = engine()
+    loader = first.loader(rows, batch_size=6, shuffle=True)
+    first.train_step(next(iter(loader)))
+    first.save(tmp_path)
+    second, third = engine(seed=1), engine(seed=2)
+    second.load(tmp_path)
+    with pytest.warns(UserWarning, match="begins at its first batch: it is made after engine.load"):
+        second.loader(rows, batch_size=6, shuffle=True)
+    second.loader(rows, batch_size=4)  # one of its own
+    again = third.loader(rows, batch_size=6, shuffle=True)
+    third.load(tmp_path)
+    assert again.batch == 1
+    third.loader(rows, batch_size=4)
 
 
 # ---- what breaks
@@ -365,6 +436,50 @@ def test_the_one_before_is_loaded(two: Any) -> None:
     assert second.steps == 2 and equal(state(second), state(third))
 
 
+def test_one_whose_age_is_not_known_is_told(two: Any) -> None:
+    """Without its seal the newest came last, and an earlier one was taken without a word."""
+    _, one, two_ = two
+    (two_ / "whole.json").write_bytes(b"")
+    second = engine(seed=1)
+    with pytest.warns(UserWarning, match=rf"{two_}/whole.json is damaged.*Now {one} is tried"):
+        second.load(one.parent)
+    assert second.steps == 2 and newest(one.parent) == one
+    with pytest.warns(UserWarning, match=rf"{two_} is damaged: {one} is taken"):
+        assert open_any(one.parent).path == one
+
+
+def test_nothing_goes_on_from_what_was_half_loaded(two: Any) -> None:
+    first, one, two_ = two
+    shutil.rmtree(one)
+    data = bytearray((two_ / "__0_0.distcp").read_bytes())
+    whole = bytes(data)
+    data[data.index(bytes(first.full_state_dict()["3.weight"].numpy().tobytes()))] ^= 4
+    (two_ / "__0_0.distcp").write_bytes(data)
+    second = engine(seed=1)
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        second.load(one.parent)  # the first layer was read
+    with pytest.raises(CheckpointError, match="partly what was there before: .* not those that were written"):
+        second.train_step(batch(0))
+    with pytest.raises(CheckpointError, match="partly what was there before"):
+        second.save(one.parent)
+    (two_ / "__0_0.distcp").write_bytes(whole)
+    second.load(one.parent)
+    assert equal(state(second), state(first))
+    second.train_step(batch(3))
+
+
+def test_a_tag_whose_program_died_as_it_was_written_is_not_the_latest(tmp_path: Path) -> None:
+    """DeepSpeed's ``latest`` is written before an asynchronous save is whole."""
+    first = trained()
+    assert whole_tag(tmp_path, "three") == "three"  # there is none: the load says so
+    for tag in ("one", "two"):
+        first.save(tmp_path / tag)
+    (tmp_path / "three" / ".step-00000002.saving-0").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="names 'three', whose checkpoint is not whole: 'two' is taken"):
+        assert whole_tag(tmp_path, "three") == "two"
+    assert whole_tag(tmp_path, "one") == "one"
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "mkdir", "rename"])
 def test_a_failed_save_leaves_what_was_there(
@@ -385,6 +500,30 @@ def test_a_failed_save_leaves_what_was_there(
     first.save(one.parent, asynchronous=asynchronous)
     first.wait_saved()
     assert newest(one.parent) == one.with_name("step-00000004")
+
+
+def test_a_program_that_ends_without_having_asked_is_told(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last asynchronous save that failed was lost without a word."""
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    first, one, _ = two
+    first.save(one.parent / "other", asynchronous=True)
+    first.wait_saved()
+    assert not at_exit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        first.save(one.parent / "full", asynchronous=True)
+        (told,) = at_exit
+        first._saver._work._thread.join()
+        patch.setattr(sys, "stderr", said := io.StringIO())
+        told()
+    assert re.search("espalier: .* could not be written: No space left", said.getvalue())
+    assert os.listdir(one.parent / "full") == []
 
 
 @pytest.fixture

@@ -255,6 +255,21 @@ def test_a_program_takes_the_way_that_its_mask_says() -> None:
     assert work[:2] == [one, one] and work[3:5] == [two * 5 // 4] * 2
 
 
+@pytest.mark.parametrize("plan", [{"data": 2}, {"data": 3, "zero": 3}, {"context": 2}], ids=str)
+def test_labels_with_values_go_into_stages(plan: dict[str, Any]) -> None:
+    """A trace sees all rows, where a rank has some of them, with the values of these."""
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=31, max_positions=8, layers=2, hidden=12, heads=2))
+    ledgers = []
+    for device in ("cpu", "meta"):
+        ids = torch.ones(8, 8, dtype=torch.int64, device=device)
+        given = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+        batch = {"input_ids": ids.to("meta"), "labels": ids}
+        found = espalier.dry_run(net, {**plan, "pipe": 2, "accumulate": 2}, batch, **given)
+        ledgers.append(found.ledger.entries)
+    assert ledgers[0] == ledgers[1]
+
+
 def test_a_plain_tensor_hangs_on_what_is_written_to_it() -> None:
     mesh = espalier.Mesh.dry({"data": 2})
     h = espalier.distribute_tensor(torch.ones(4, 3), mesh, [espalier.Shard(0)]).requires_grad_()

@@ -124,6 +124,18 @@ def test_mistakes_of_export(tmp_path: Path, monkeypatch: Any, args: list[str], s
     assert code == 2 and said in printed and "Traceback" not in printed and "not foreseen" not in printed
 
 
+def test_what_a_full_disk_cannot_take_is_told_once_and_goes(tmp_path: Path) -> None:
+    """What was still to be written when the file was closed met the disk again, and hid the error."""
+    with pytest.raises(ValueError, match="it was told"), FileSink() as sink:
+        sink.add_safetensors(tmp_path / "x.safetensors", {"w": TensorInfo((2,), torch.float32)})
+        (path,) = sink._files
+        sink._files[path].close()
+        sink._files[path] = Path("/dev/full").open("wb")  # noqa: SIM115
+        sink.write("w", 0, Box((0,), (2,)), torch.ones(2))
+        raise ValueError("it was told")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
     torch.save({str(i): torch.ones(99) for i in range(9)}, tmp_path / "cut.pt")
     os.truncate(tmp_path / "cut.pt", (tmp_path / "cut.pt").stat().st_size // 2)

@@ -175,6 +175,15 @@ def test_a_rank_that_left_well_is_not_said_to_have_failed(tmp_path):
     assert str(error).startswith("rank 1 of 2 failed: exit code 3\nrank 1 of 2 has left")
 
 
+def test_a_rank_that_the_watch_has_ended_is_not_said_to_want_memory(tmp_path):
+    said = "rank 1 of 2 gave no sign of life for 5.3 s (on vm)."
+    account = {"ranks": [1], "text": said, "delay": 5.3, "words": [], "silent": True}
+    (tmp_path / "account").write_text(json.dumps(account))
+    error = _explain({0: 76, 1: -signal.SIGKILL}, 2, tmp_path, range(2), None)
+    assert str(error).startswith(said) and "SIGKILL" not in str(error)
+    assert (error.rank, error.exit_code) == (1, -signal.SIGKILL)
+
+
 def test_a_rank_that_exits_is_told_from_those_that_wait_for_it(script):
     path = script(
         """

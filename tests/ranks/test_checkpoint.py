@@ -421,6 +421,58 @@ def asks_for_what_cannot_be(rank: int, world: int, folder: Path) -> None:
             engine.load(path)
         with pytest.raises(ValueError, match="too long|does not exist"):
             engine.load_weights(path)
+    asks_alone_for_what_cannot_be(rank, engine, folder)
+
+
+def says_otherwise(rank: int, world: int, folder: Path) -> None:
+    net = nn.Linear(4, 4)
+    engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), {"data": world})
+    draws = torch.Generator().manual_seed(rank)
+    for own in ({"seen": {"rows": 4 + rank}}, {"draws": draws.get_state()}):
+        with pytest.warns(UserWarning, match="ranks give (seen.rows|draws) different values"):
+            engine.save(folder, **own, alike=(1, "x"))
+    engine.save(folder, alike=torch.ones(3), seen={f"rank{rank}": 4 + rank})
+    assert engine.load(folder)["seen"] == {"rank0": 4, "rank1": 5}
+    with pytest.raises(ValueError, match="some ranks alone give the tensor 'draws'"):
+        engine.save(folder, **({"draws": draws.get_state()} if rank else {}))
+
+
+def test_what_ranks_say_differently_is_told(ranks: Any, tmp_path: Path) -> None:
+    """The first rank's was written, without a word."""
+    ranks(2, says_otherwise, tmp_path)
+
+
+class Fails:
+    """Beside a model; has a state on the first rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank:
+            raise KeyError("no state")
+        return {}
+
+
+def asks_alone_for_what_cannot_be(rank: int, engine: espalier.Engine, folder: Path) -> None:
+    """A program that goes on after an error does so on all ranks."""
+    saved = newest(folder)
+    for asynchronous in (False, True):
+        with pytest.raises(KeyError, match="no state"):
+            engine.save(folder, asynchronous=asynchronous, tracker=Fails(rank))
+    engine.save(folder / "own")
+    with pytest.raises(ValueError, match="it has no 'tracker'"):
+        engine.load(folder / "own", **({"tracker": Fails(rank)} if rank else {}))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(
+                Staging, "begin", lambda self, boxes: (_ for _ in ()).throw(MemoryError("too little"))
+            )
+        engine.save(folder, asynchronous=True)
+        with pytest.raises(CheckpointError, match="too little"):
+            engine.wait_saved()
+    assert newest(folder) == saved
+    engine.save(folder)
 
 
 def test_what_cannot_be_is_told_on_all_ranks(ranks: Any, tmp_path: Path) -> None:

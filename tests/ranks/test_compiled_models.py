@@ -213,6 +213,30 @@ def test_a_cache_is_filled_at_each_call() -> None:
     assert backend.count == 3
 
 
+def test_blocks_are_compiled_after_a_generation() -> None:
+    """What a block does while text is made, with keys and values kept or at many lengths, is no training."""
+    sizes = {"vocab_size": 20, "hidden": 12, "heads": 2, "kv_heads": 1, "layers": 2, "max_positions": 32}
+    ids = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(3))
+    for cache in (True, False):
+        torch.manual_seed(0)
+        net, backend = build("gpt", sizes).double(), Counting()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        engine = espalier.initialize(net, optimizer, {}, compile=backend)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine.generate(ids[:, :3], 20, cache=cache)
+        words = "is used that is neither" if cache else "more than 16 kinds of inputs"
+        assert sum(words in str(w.message) for w in said) == len(said) == 2  # one of each block
+        before = backend.count
+        for _ in range(3):
+            engine.train_step({"input_ids": ids, "labels": ids})
+        assert backend.count == before + 1
+        with torch.no_grad():
+            engine.generate(ids[:, :3], 2, cache=cache)
+        engine.train_step({"input_ids": ids, "labels": ids})
+        assert backend.count == before + 1
+
+
 def test_hooks_see_each_call() -> None:
     torch.manual_seed(0)
     net, seen = Model().double(), list[str]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -150,6 +151,28 @@ def factories(rank: int, world: int) -> None:
     assert x.is_leaf and x.requires_grad and x.shape == (5, 2)
     for name in ("zeros", "ones", "empty"):
         assert getattr(x, f"new_{name}")(3, 2).shape == (3, 2)
+
+
+def lists_as_indices(rank: int, world: int) -> None:
+    """As torch reads them: some are tuples, which it says it will change."""
+    mesh, x = mesh_of(world), seeded(5, 4)
+    rows, columns = torch.tensor([0, 3, 4]), torch.tensor([1, 0, 2])
+    lists = (
+        [rows, columns],
+        [slice(1, 4), slice(0, 2)],
+        [[0, 2], [1, 3]],
+        [0, 2],
+        [2, slice(1, 3)],
+        [None, rows],
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence")
+        for index in lists:
+            for place in (Shard(0), Shard(1), Replicate()):
+                cut, whole = distribute_tensor(x.clone(), mesh, [place]), x.clone()
+                assert torch.equal(cut[index].full_tensor(), whole[index]), (index, place)
+                cut[index], whole[index] = 7.0, 7.0
+                assert torch.equal(cut.full_tensor(), whole), (index, place)
 
 
 def nested_uneven(rank: int, world: int) -> None:
@@ -380,7 +403,7 @@ def strictly(rank: int, world: int) -> None:
 
 ALL = (
     edges, edges_have_gradients, wrong_edges, local_mapped, factories, copies, hooks, autograd_functions,
-    checkpointed, saved_shapes, shared_gather, attention_modules, unruled, strictly,
+    checkpointed, saved_shapes, shared_gather, attention_modules, unruled, strictly, lists_as_indices,
 )  # fmt: skip
 
 

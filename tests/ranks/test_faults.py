@@ -23,7 +23,7 @@ from tests.asked import ASKED
 WORLDS = (
     # those that last longest first
     "compute:2:0 patient:2:1 leave:2:1 bare:2:1 stop:2:1 sleep:4:2 sleep:2:0 kill:4:0 raise:4:2 differ:2:1 "
-    "exit:2:1 skip:2:1 save:2:1 pipe:2:1 host:3:0"
+    "exit:2:1 skip:2:1 save:2:1 pipe:2:1 host:3:0 end:3:1"
 ).split()
 WORLDS += ["kill:2:1", "raise:2:1"] if ASKED else []  # as of four ranks
 PROMISED = 10.0  # seconds
@@ -82,7 +82,8 @@ def ended(of_all_processes) -> dict[str, End]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "world", [w for w in WORLDS if w.split(":")[0] not in ("compute", "patient", "leave", "host", "bare")]
+    "world",
+    [w for w in WORLDS if w.split(":")[0] not in "compute patient leave host bare end".split()],
 )
 def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     kind, size, who = world.split(":")
@@ -117,6 +118,14 @@ def test_an_error_is_told_by_the_rank_that_raised_it(ended):
         assert f"rank {who} of {world[6]} failed: ValueError: a bad thing, at step 3" in end.reports[0]
         assert [rank for rank, error in enumerate(end.errors) if "Traceback" in error] == [who]
         assert end.codes[who] == 1
+
+
+def test_those_that_wait_at_the_end_are_stopped_with_one_report(ended):
+    """They had given up their world by then, and knew of no verdict: each had a traceback of its own."""
+    end = ended["end:3:1"]
+    assert end.codes == {0: 76, 1: 1, 2: 76}
+    assert len(end.reports) == 1 and "rank 1 of 3 failed: ValueError: a bad end" in end.reports[0]
+    assert [rank for rank, error in enumerate(end.errors) if "Traceback" in error] == [1]
 
 
 def test_a_checkpoint_stays_whose_ranks_die_before_they_agreed_on_it(ended):

@@ -95,6 +95,31 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
 
 
+def hooks_around_a_closure(lay: Lay) -> list[Any]:
+    """Before a step its hooks see what the step before has left: the closure makes gradients anew."""
+    model, out = net(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+
+    def clip(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in of.param_groups for p in group["params"]]
+        has_gradients = [p for p in held if p.grad is not None]
+        out.append(float(nn.utils.clip_grad_norm_(has_gradients, 0.01)) if has_gradients else 0.0)
+
+    optimizer.register_step_pre_hook(clip)
+    model, optimizer = lay(model, optimizer)
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            if step != 1:
+                optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        out.append(optimizer.step(closure).item())  # type: ignore[arg-type]
+    return [*out, *model.parameters()]
+
+
 def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
     """A schedule writes to a rate that is a tensor; norms and losses are added up where they are."""
     model = net()
@@ -274,6 +299,36 @@ class Graph(nn.Module):
         return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
 
 
+def statistics_in_the_order_of_calls(lay: Lay) -> list[Any]:
+    """What two calls give is asked for, or goes back, in another order than that of the calls."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out: list[Any] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        (x, y), (z, _) = batch(2 * step), batch(2 * step + 1)
+        with torch.set_grad_enabled(step != 1):
+            first = model(x)
+        second = model(z * 3)
+        if step == 0:  # a key that no gradient goes back through
+            loss = (F.normalize(first) * F.normalize(second.detach())).sum()
+            loss.backward()
+        elif step == 1:
+            loss = F.cross_entropy(second, y)
+            loss.backward()
+            out.append(first.sum().item())
+        elif step == 2:
+            out.append(F.cross_entropy(second, y).item())
+            loss = F.cross_entropy(first, y)
+            loss.backward()
+        else:
+            loss = second.square().mean() - first.mean()
+            loss.backward()
+        optimizer.step()
+        out += [loss.item(), *(x.clone() for x in model.buffers())]
+    return [*out, *model.parameters()]
+
+
 def sparse_graphs(lay: Lay) -> list[Any]:
     model = Graph()
     model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 1e-2))
@@ -349,6 +404,8 @@ def changes_of_the_model(lay: Lay) -> list[Any]:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if step == 3:
             model.register_buffer("prior", torch.arange(4.0))
+        if step == 4:  # the head of before is in no file
+            model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
         names = [name for name, _ in model.named_modules()]
         assert "body.4" in names and [n for n, _ in model.named_children()] == ["body", "head"]
         loss = trained(model, optimizer, step)
@@ -416,6 +473,34 @@ def transforms_of_the_model(lay: Lay) -> list[Any]:
         optimizer.zero_grad()
         out += [score, along]
     return [*out, *model.parameters()]
+
+
+class Scaled(nn.Module):
+    """Has parameters and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = net(), nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale + self.shift
+
+
+def tensors_for_one_call(lay: Lay) -> list[Any]:
+    """Weights that are a step further, which a loss hangs on, and another buffer."""
+    model, out = Scaled(), []
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        x, y = batch(step)
+        held = dict(model.named_parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(held.values()))
+        given = {name: p - 0.1 * g for (name, p), g in zip(held.items(), gradients, strict=True)}
+        given["shift"] = model.shift * 2
+        loss = F.cross_entropy(torch.func.functional_call(model, given, (x,)), y)
+        out.append(stepped(loss, optimizer).item())
+        assert all(p is held[name] for name, p in model.named_parameters())
+    return [*out, *model.parameters(), *model.buffers()]
 
 
 def weights_put_aside(lay: Lay) -> list[Any]:
@@ -812,7 +897,25 @@ def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def tables_of_the_programs(lay: Lay) -> list[Any]:
+    """Plain tensors are read and written by what is made of an output: one index, of any number of rows."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    table, numbers, out = torch.arange(16.0).reshape(4, 4).sin(), torch.arange(40), []
+    for step, rows in enumerate((2, 8, 40)):
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+        given = model(x)
+        best, above = given.argmax(-1), given.detach() > 0
+        out += [table[best], table[:, best], table[best, best], numbers[:rows][best > 1], table[best[0]]]
+        out += [torch.ones(rows, 4)[above], numbers[:rows][above.any(-1)], numbers[above.nonzero()[:, 0]]]
+        written = table.clone()
+        written[best] = 2.0
+        out += [written, stepped((given * table[best]).mean(), optimizer)]
+    return [*out, *model.parameters()]
+
+
 PROGRAMS = (
+    tables_of_the_programs,
     layers_past_autocast,
     functions_of_ones_own_in_losses,
     adjoint_methods,
@@ -829,6 +932,7 @@ PROGRAMS = (
     norms_that_are_synchronized,
     weights_as_a_vector,
     weights_put_aside,
+    tensors_for_one_call,
     transforms_in_blocks,
     transforms_of_the_model,
     changes_of_the_model,
@@ -838,25 +942,30 @@ PROGRAMS = (
     optimizers_within_the_backward_pass,
     parts_called_by_themselves,
     statistics_of_two_calls,
+    statistics_in_the_order_of_calls,
     sparse_graphs,
     averages_of_weights,
     norms_that_are_synchronized,
     hooks_of_an_optimizer,
+    hooks_around_a_closure,
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
+    tables_of_the_programs,
     functions_of_ones_own_in_losses,
     layers_past_autocast,
     transforms_in_blocks,
     functions_of_torchscript,
     losses_of_torchscript,
+    statistics_in_the_order_of_calls,
     sparse_graphs,
     parameters_given,
     optimizers_of_a_part,
     averages_of_weights,
     hooks_of_an_optimizer,
+    hooks_around_a_closure,
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )

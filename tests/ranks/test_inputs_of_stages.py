@@ -229,8 +229,11 @@ def told(rank: int, world: int) -> None:
     x = batch(0)[0].float()
     with pytest.raises(ValueError, match=r"a dict, goes into another(.|\n)*the tensors in it"):
         model(model(x))
-    model = net()
-    model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"pipe": 2}, rows="own")
+
+
+def told_of_own_rows(rank: int, world: int) -> None:
+    model, x = net(), batch(0)[0].float()
+    model, _ = espalier.prepare(model, SGD(model.parameters()), plan={"data": 2, "pipe": 2}, rows="own")
     with pytest.raises(TypeError, match=r"rows of its own(.|\n)*x\.detach"):
         model(x * nn.Parameter(torch.ones(6))).sum().backward()
     with pytest.warns(UserWarning, match=r"rows of its own(.|\n)*x\.grad stays as it is"):
@@ -239,3 +242,8 @@ def told(rank: int, world: int) -> None:
 
 def test_refused(ranks: Any) -> None:
     ranks(2, told)
+
+
+@pytest.mark.world(4)
+def test_refused_of_own_rows(ranks: Any) -> None:
+    ranks(4, told_of_own_rows)

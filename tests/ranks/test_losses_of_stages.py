@@ -438,21 +438,8 @@ def told(rank: int, world: int) -> None:
         )[0]
 
     x, y = batch(0)
-    out = model_of(Heads("one"), accumulate=2)(x)
-    with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
-        out[0] = 0
-    with pytest.raises(TypeError, match=r"written to(.|\n)*clone"):
-        out.clamp_(0, 1)
-    half = out / 2
-    half.sum()
-    with pytest.raises(TypeError, match="others were made of it"):
-        half.mul_(2)
     model = model_of(Heads("one"))
     out = model(x)
-    with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
-        torch.zeros(8, 4, dtype=torch.float64)[:, 1:3] = out[:, :2]
-    with pytest.raises(TypeError, match=r"written into a tensor(.|\n)*torch.cat"):
-        torch.zeros(8, 4, dtype=torch.float64).copy_(out)
     assert model(torch.cat([out, out[:, :2]], 1).detach()).shape == (8, 4)
     twin = copy.deepcopy(model)
     assert twin(x).shape == (8, 4)
@@ -461,12 +448,6 @@ def told(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"SGD is to train a copy(.|\n)*full_state_dict"):
         twin(x)
     del of_twin
-    model = model_of(Heads("one"), accumulate=2)
-    out = model(x)
-    with pytest.raises(TypeError, match="micro-batch"):
-        list(out)
-    with pytest.raises(TypeError, match=r"micro-batch(.|\n)*-1"):
-        torch.zeros(20)[: out.shape[0]]
     with pytest.warns(UserWarning), torch.no_grad():  # a check of values keeps a model in one stage
         assert model_of(Gives(True))(x).mean.shape == (8, 4)
     model = model_of(Encodes())

@@ -54,7 +54,50 @@ def gradients_that_are_kept(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
-PROGRAMS = states_taken_back, tables_of_two_stages, gradients_that_are_kept
+def gradients_past_a_load(lay: Lay) -> list[Any]:
+    """Weights are loaded, and another optimizer comes, between a backward pass and its step."""
+    model, out = net(), list[Any]()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    for step in range(4):
+        if step in (0, 3):  # there are none
+            model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+        loss_of(model, 2 * step).backward()
+        if step == 1:
+            model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+        elif step == 2:
+            optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        loss = loss_of(model, 2 * step + 1)
+        loss.backward()
+        out += [loss.item(), *(p.grad.norm() for p in model.parameters())]
+        optimizer.step()
+        if step == 2:
+            model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+        out += [p.grad.norm() for p in model.parameters()]
+        optimizer.zero_grad()
+    return [*out, *model.parameters()]
+
+
+def states_of_what_is_frozen(lay: Lay) -> list[Any]:
+    """An optimizer that makes states at once has some of parameters that get no gradients."""
+    model, out = net(), []
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    model, optimizer = lay(model, torch.optim.Adagrad(model.parameters(), 0.1))
+    for step in range(3):
+        out.append(trained(model, optimizer, step).item())
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = optimizer.state_dict()["state"]
+    return [*out, *model.parameters(), *[states[i]["sum"] for i in range(6)]]
+
+
+PROGRAMS = (
+    states_taken_back,
+    tables_of_two_stages,
+    gradients_that_are_kept,
+    gradients_past_a_load,
+    states_of_what_is_frozen,
+)
 AWAY = {"parameters": "host", "states": "host"}
 PLANS: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "offload": AWAY},

@@ -18,6 +18,7 @@ from espalier.blocks import blocks
 from espalier.engine.recompute import chosen, recompute
 from espalier.engine.selective import keep_products
 from espalier.models import build
+from espalier.tensor.dispatch import forget
 from espalier.tensor.dry_runs import LiveMemory
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
 
@@ -401,6 +402,34 @@ def test_blocks_are_computed_again_with_the_weights_they_were_lent(ranks: Any) -
         assert state.keys() == at_end.keys()
         for name, x in state.items():
             assert (torch.tensor(x) - torch.tensor(at_end[name])).abs().max() < 1e-14, (plan, name)
+
+
+class Slid(nn.Module):
+    """Windows whose shapes a rule asks of torch, when it sees a call for the first time."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.slide, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=bias), nn.GroupNorm(2, 4)
+        self.back = nn.ConvTranspose2d(4, 4, 3, padding=1, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(self.norm(self.slide(x)).relu())
+
+
+def test_what_rules_try_is_not_kept() -> None:
+    for bias in (False, True):
+        torch.manual_seed(0)
+        start = nn.Sequential(Slid(bias), Slid(bias), nn.Flatten(1), nn.Linear(64, 3)).double()
+        data = torch.randn(6, 4, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+        found = []
+        for how in ("selective", "none"):
+            forget()
+            net = copy.deepcopy(start)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            plan = {"recompute": how}
+            engine = espalier.initialize(net, optimizer, plan, loss_fn=nn.functional.cross_entropy)
+            found.append([engine.train_step(data).item() for _ in range(3)])
+        assert found[0] == found[1]
 
 
 def test_patterns_that_match_nothing() -> None:

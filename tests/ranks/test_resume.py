@@ -115,3 +115,38 @@ def test_what_the_job_says_otherwise_holds(ranks: Any, tmp_path: Path) -> None:
         ranks(1, trained, folder, {}, True, {"train_steps": 8})
     told = ranks(1, trained, tmp_path / "new", {}, True, {})[0]
     assert "starting at the beginning" in told
+
+
+def test_a_run_that_was_killed_after_its_last_step_writes_its_results(ranks: Any, tmp_path: Path) -> None:
+    plan = {"pipe": 2, "accumulate": 2}
+    ranks(2, trained, tmp_path, plan, False, {})
+    out, before = tmp_path / "out", results(tmp_path)
+    said = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**said, "status": "running"}))
+    (out / "model.safetensors").unlink()
+    assert "resumed after step 6" in ranks(2, trained, tmp_path, plan, True, {})[0]
+    same(results(tmp_path), before, 0.0)
+    again = json.loads((out / "run.json").read_text())
+    assert again["status"] == "finished" and again["plan"] == said["plan"]
+    with pytest.raises(Exception, match="there is nothing left to do"):
+        ranks(2, trained, tmp_path, plan, True, {})
+
+
+def test_where_no_checkpoint_can_be_written_no_step_is_made(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for resume in (False, True):
+        with pytest.raises(Exception, match="No checkpoint can be written to .*: Not a directory"):
+            ranks(1, trained, tmp_path, {}, resume, {"checkpoint_directory": str(tmp_path / "file" / "in")})
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_no_run_begins_anew_over_checkpoints_that_are_all_damaged(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, trained, tmp_path, {}, False, {"checkpoint_keep": 1})
+    saved = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    for path in saved:
+        (path / "index.json").write_bytes(b"")
+    before = results(tmp_path)[0]
+    with pytest.raises(Exception, match="No other in .* is whole, so there is nothing to go on from"):
+        ranks(1, trained, tmp_path, {}, True, {"train_steps": 8})
+    assert results(tmp_path)[0] == before
+    assert sorted((tmp_path / "out" / "checkpoints").iterdir()) == saved

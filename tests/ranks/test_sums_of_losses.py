@@ -64,6 +64,27 @@ def of_two_calls(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     return [*seen, loss.item(), one.item()]
 
 
+def logged(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
+    """Sums of which some, or all, have gone back: by themselves, or as a whole."""
+    one, other = loss_of(model, 2 * step), loss_of(model, 2 * step + 1)
+    loss, total = one + 0.5 * other, torch.zeros(())
+    penalty = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+    if step == 0:
+        loss.backward()
+    else:
+        one.backward()
+        total += loss.detach()
+        if step == 2:
+            other.backward()
+            total += loss.detach() + penalty.detach()
+            with torch.no_grad():
+                total += loss.double() + penalty.sum()
+    total += loss.detach() + penalty.detach().clone()
+    with torch.no_grad():
+        total += loss.mean() / 2
+    return [total, loss.detach().item()]
+
+
 def decay(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
     """A penalty on all parameters: within the loss, or by itself before it or after it."""
     loss = loss_of(model, step)
@@ -196,6 +217,7 @@ def given(model: nn.Module, optimizer: Any, step: int) -> list[Any]:
 
 PROGRAMS: dict[Program, tuple[Callable[[], nn.Module], ...]] = {
     of_two_calls: (layers, Tied),
+    logged: (layers,),
     decay: (layers,),  # tensors of several stages do not meet where stages have copies
     sparse: (layers, Tied),
     weighed: (layers,),

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from espalier.checkpoint import newest
+from espalier.checkpoint.folder import SEAL
 from espalier.checkpoint.zero_files import is_zero, run_of
 from espalier.comm.control import gather_objects
 from espalier.compat.deepspeed.config import Config
 from espalier.engine import Engine
+from espalier.tensor.observers import user_frame
 
 _LATEST = "latest"
 _COUNTERS = ("micro_steps", "global_steps", "global_samples")
@@ -55,7 +58,8 @@ def load(
     """See :meth:`DeepSpeedEngine.load_checkpoint`."""
     if tag is None:
         path = folder / _LATEST
-        tag = _together(engine, path.read_text("utf-8").strip() if path.is_file() else None)
+        named = path.read_text("utf-8").strip() if path.is_file() else None
+        tag = _together(engine, None if named is None else whole_tag(folder, named))
     if tag is None:
         warnings.warn(f"{folder} has no file {_LATEST!r}: nothing was loaded. Give tag=...", stacklevel=3)
         return None, {}
@@ -70,6 +74,19 @@ def load(
         for name in _COUNTERS:
             setattr(engine, name, extra["counters"][name])
     return str(here), extra["client_state"]
+
+
+def whole_tag(folder: Path, tag: str) -> str:
+    """A tag, or that of the newest whole checkpoint, where its own is not: its program died meanwhile."""
+    if newest(folder / tag) is not None or is_zero(folder / tag):
+        return tag
+    saved = [(path / SEAL, of.name) for of in folder.iterdir() if of.is_dir() and (path := newest(of))]
+    if not saved:
+        return tag
+    _, found = max(saved, key=lambda each: each[0].stat().st_mtime_ns)
+    words = f"{folder / _LATEST} names {tag!r}, whose checkpoint is not whole: {found!r} is taken."
+    warnings.warn(words, stacklevel=user_frame()[0])
+    return found
 
 
 def _take_theirs(engine: Saved, here: Path, model_only: bool, with_schedule: bool) -> dict[str, Any]:

@@ -409,13 +409,14 @@ class Gradients:
         Args:
             new: there were none; a program may hold those of before, which it has dropped.
         """
-        if "gradients" in chunk.places:
-            assert self._store is not None and chunk.gradient is not None
-            self._store.settle()
-            away = chunk.places["gradients"]
-            self._store.put(
-                _key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown), new=new
-            )
+        if "gradients" not in chunk.places or chunk.gradient is None:
+            return
+        assert self._store is not None
+        self._store.settle()
+        away = chunk.places["gradients"]
+        self._store.put(
+            _key(chunk), [chunk.gradient], away, lambda shown: _show_moved(chunk, *shown), new=new
+        )
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None

@@ -561,7 +561,7 @@ class ZeroState:
             for m in chunk.members:
                 fill(m.p)
 
-        with self.updating(turns=True):
+        with self.updating(keep=True, turns=True):
             for chunk in self.chunks:
                 if not chunk.has_turn:
                     visit(chunk)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to
 from espalier.tensor.rules.joint_failure import with_one, within
 
 Tensors = Operand | torch.Tensor
+_LONG = 32  # from so many items on torch takes a list for a tensor
 
 
 def items_of(index: Any, ndim: int) -> list[Any] | None:
@@ -26,7 +29,7 @@ def items_of(index: Any, ndim: int) -> list[Any] | None:
     Lists become tensors. None: the shape of the result hangs on values, or the index is of another kind.
     """
     items: list[Any] = []
-    for item in index if isinstance(index, tuple) else (index,):
+    for item in _as_tuple(index):
         if isinstance(item, list):
             item = torch.tensor(item) if item else torch.zeros(0, dtype=torch.int64)
         if isinstance(item, Tensors):
@@ -46,6 +49,26 @@ def items_of(index: Any, ndim: int) -> list[Any] | None:
     used = sum(1 for i in items if i is not None and i is not Ellipsis)
     at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    """One item for each dim that an index names. torch takes some lists, x[[rows, columns]], for tuples."""
+    if isinstance(index, tuple):
+        return index
+    is_short = isinstance(index, list) and len(index) < _LONG
+    return tuple(index) if is_short and any(map(_names_dims, index)) and _lists_are_tuples() else (index,)
+
+
+def _names_dims(item: Any) -> bool:
+    return item is None or item is Ellipsis or isinstance(item, (*get_args(Tensors), Sequence, slice))
+
+
+@cache
+def _lists_are_tuples() -> bool:
+    """Whether this torch does: it has announced that it will not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.zeros(1, 1)[[[0], [0]]].ndim == 1
 
 
 @dataclass

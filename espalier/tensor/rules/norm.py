@@ -16,6 +16,7 @@ import torch
 from espalier.comm import collectives
 from espalier.comm.functions import MeetingFunction
 from espalier.comm.redistribute import summed
+from espalier.layout.layout import normal_dim
 from espalier.mesh import Mesh
 from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec, bound_to, of_nothing, of_one, rule
 
@@ -333,7 +334,8 @@ def _over_last(x: Operand, normalized_shape: Sequence[int], small: Sequence[Any]
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Spec:
     """F.normalize: over a sharded dim the ranks add up the powers."""
-    over = tuple(sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}))
+    named = {normal_dim(d, x.ndim) for d in ([dim] if isinstance(dim, int) else dim)}
+    over = tuple(sorted(named)) if x.ndim else ()
     dims = x.dims()
     letters: list[Letter] = [dims[d] for d in over]
     rows = math.prod(n for d, n in enumerate(x.layout.padded_shape) if d not in over)

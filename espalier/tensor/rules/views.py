@@ -249,7 +249,8 @@ def movedim(x: Operand, source: Any, destination: Any) -> Spec:
     dst = [normal_dim(d, x.ndim) for d in ([destination] if isinstance(destination, int) else destination)]
     order: list[int] = [-1] * x.ndim
     for s, d in zip(src, dst, strict=True):
-        order[d] = s
+        if x.ndim:  # a number has none, and takes 0 and -1
+            order[d] = s
     rest = iter(i for i in range(x.ndim) if i not in src)
     return _permuted(x, [next(rest) if o == -1 else o for o in order])
 

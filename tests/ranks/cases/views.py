@@ -56,7 +56,7 @@ CASES = [
         A(X((2, 5, 3)), 2, 0, 1),
         A(X((2, 5)), dims=(1, 0)),
     ),
-    case("movedim moveaxis", A(X((2, 5, 3)), 0, 2), A(X((2, 5, 3)), (0, 1), (-1, 0))),
+    case("movedim moveaxis", A(X((2, 5, 3)), 0, 2), A(X((2, 5, 3)), (0, 1), (-1, 0)), A(X(()), 0, -1)),
     case("transpose_copy", A(X((2, 5, 3)), -1, 0), most=4),
     case("permute_copy", A(X((2, 5, 3)), (2, 0, -2)), most=4),
     case("t_copy", A(X((5, 2))), most=4),

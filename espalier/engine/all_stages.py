@@ -1,0 +1,124 @@
+"""Steps, in a pipeline, of optimizers that make something of all their parameters or gradients.
+
+A rank's optimizer has those of its own stage. So the ranks along the axis ``pipe`` tell one another what
+theirs are before each step; each updates all, and keeps its own. Nothing of others stays between steps:
+checkpoints, loads and changes by the program go as they do elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from espalier.comm.collectives import broadcast_
+from espalier.comm.control import gather_objects
+from espalier.layout import Layout
+from espalier.layout.layout import AxisState
+from espalier.mesh import Mesh
+from espalier.mesh.parts import at
+from espalier.tensor import DTensor, plain, stamp
+from espalier.torch_private import raw, setter
+from espalier.trees import leaves, tree_map
+
+_PIPE = "pipe"
+_set_grad = setter("grad")
+
+
+def take_all_stages(optimizer: torch.optim.Optimizer) -> None:
+    """Let each step of an optimizer be made of the parameters of all stages."""
+    optimizer._takes_all_stages = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def of_all_stages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer that takes all stages holds copies of other stages' parameters, with their states.
+
+    All ranks along ``pipe`` must come to it (collective).
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
+    whole = held[0]._layout.mesh.outermost if held else None
+    if whole is None or whole.is_dry or not vars(optimizer).get("_takes_all_stages"):
+        yield
+        return
+    copies = _copies(optimizer, held, whole)
+    kept = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in kept:
+            group["params"] = [copies.get(id(p), p) for p in params]
+        yield
+    finally:
+        for group, params in kept:
+            group["params"] = params
+        for copy in copies.values():
+            optimizer.state.pop(copy, None)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """How a tensor lies on its stage's ranks; ``axes`` is None of a plain one."""
+
+    axes: tuple[AxisState, ...] | None
+    cuts: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        """What is told of a tensor; all else is told as it is."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if type(x) is not DTensor:
+            return _Told(None, (), tuple(x.shape), x.dtype)
+        layout = x._layout.own
+        return _Told(layout.axes, layout.cuts, layout.shape, x.dtype)
+
+    def layout(self, mesh: Mesh) -> Layout | None:
+        return None if self.axes is None else Layout.of(mesh, self.axes, self.cuts, self.shape)
+
+
+def _copies(
+    optimizer: torch.optim.Optimizer, held: Sequence[DTensor], whole: Mesh
+) -> Mapping[int, torch.Tensor]:
+    """Of the parameters of other stages, by ``id``, what they are there, as they lie on the ranks of this
+    one; the optimizer has their states."""
+    axis = whole.axis(_PIPE)
+    here = whole.coordinate[axis]
+    stage = at(whole, axis, here)
+    own = {i: [p, p.grad, optimizer.state.get(p, {})] for i, p in enumerate(held) if p._layout.mesh.is_member}
+    told = gather_objects({i: tree_map(_Told.of, of) for i, of in own.items()}, whole[(_PIPE,)])
+    copies = dict[int, torch.Tensor]()
+    with raw():
+        for i, p in enumerate(held):
+            home = next((number for number, of in enumerate(told) if i in of), None)
+            if home is None:
+                continue
+            tensors = iter(leaves(own[i], torch.Tensor) if home == here else ())
+
+            def sent(x: Any, home: int = home, tensors: Iterator[torch.Tensor] = tensors) -> Any:
+                return _sent(x, tensors, whole, axis, home, stage) if isinstance(x, _Told) else x
+
+            copy, grad, state = tree_map(sent, told[home][i])
+            if i in own:
+                continue
+            _set_grad(copy, grad)
+            optimizer.state[copy.requires_grad_(p.requires_grad)] = state
+            copies[id(p)] = copy
+    return copies
+
+
+def _sent(
+    x: _Told, own: Iterator[torch.Tensor], whole: Mesh, axis: int, home: int, stage: Mesh
+) -> torch.Tensor:
+    """A tensor of the stage that is its home, as it lies on the ranks of this one."""
+    layout = x.layout(stage)
+    if whole.coordinate[axis] == home:
+        local = plain(next(own)).detach().contiguous()
+    else:
+        shape = x.shape if layout is None else layout.local_shape
+        local = torch.empty(shape, dtype=x.dtype, device=whole.device())
+    broadcast_(local, whole, axis, home).wait()
+    return local if layout is None else stamp(local, layout)
