@@ -29,6 +29,14 @@ from espalier.engine.kept import cloned
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.of_gradients import on_all_ranks, replaced, whole_output
+from espalier.engine.output_rows import (
+    cut_gradient,
+    joined_gradients,
+    may_lie,
+    own_rows,
+    row_dim,
+    way_of,
+)
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
@@ -311,13 +319,13 @@ class ModelRun:
         parts = [leaves(tree, torch.Tensor) for tree in trees]
         whole: list[torch.Tensor] | None = None
         dims = rows_of.get(key)
-        fits = dims is not None and _fit(dims, parts)
+        fits = dims is not None and may_lie(dims, parts)
         if len(outputs) == 1 and not fits:
             dims = [0 if x.ndim else None for x in parts[0]]
         elif not fits:
             whole = self._of_all_rows(self._inputs if is_kept else inputs)
             dims = rows_of[key] = [
-                _row_dim([x.shape for x in of_parts], x.shape)
+                row_dim([x.shape for x in of_parts], x.shape)
                 for x, *of_parts in zip(whole, *parts, strict=True)
             ]
         assert dims is not None
@@ -326,7 +334,7 @@ class ModelRun:
         for i, dim in enumerate(dims):
             if dim is not None:
                 ways.append(dim)
-                of_parts = [_own_rows(of, x[i], dim) for x, of in zip(parts, own, strict=True)]
+                of_parts = [own_rows(of, x[i], dim) for x, of in zip(parts, own, strict=True)]
                 joined.append(of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim))
             elif len(outputs) == 1:
                 joined.append(parts[0][i])
@@ -337,7 +345,7 @@ class ModelRun:
             else:  # a loss, say, is to be of all rows
                 whole = self._of_all_rows(inputs) if whole is None else whole
                 joined.append(whole[i])
-                ways.append(_way([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
+                ways.append(way_of([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
         self._ways = ["sum"] * len(ways) if len(outputs) == 1 and not self.is_part else ways
         tensors = iter(joined)
         whole_tree = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, trees[0])
@@ -603,7 +611,7 @@ class ModelRun:
         self, seen: Mapping[Place, tuple[torch.Tensor, int | str | None]]
     ) -> AbstractContextManager[None]:
         cuts, scale = self._passes.call.batches.cuts(self.rows()), self._scale()
-        added = {place: _cut(grad * scale, way, cuts) for place, (grad, way) in seen.items()}
+        added = {place: cut_gradient(grad * scale, way, cuts) for place, (grad, way) in seen.items()}
         return self._passes.observers.going_back(InPass(self._hooks, added, self.told))
 
     def _scale(self) -> Any:
@@ -629,45 +637,13 @@ class ModelRun:
         rows = [size for _, size in self._passes.call.batches.cuts(self.rows())]
         for of, calls in observers.gradients().items():
             for several in zip(*(calls[i] for i in sorted(calls)), strict=True):
-                grads = _joined_gradients(several, rows, (1 if factor is None else factor) / scale)
+                grads = joined_gradients(several, rows, (1 if factor is None else factor) / scale)
                 if isinstance(of, Place):
                     for hook in self.told[of]:
                         if hook(grads) is not None:
                             raise TypeError(_CHANGES)
                 else:
                     observers.call(of, grads)
-
-
-def _cut(grad: torch.Tensor, way: int | str | None, cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """The gradient of each micro-batch."""
-    if len(cuts) == 1:
-        return [grad]
-    if way == "sum":
-        return [grad] * len(cuts)
-    rows = sum(size for _, size in cuts)
-    if way == "mean":
-        return [grad * (size / rows) for _, size in cuts]
-    if not isinstance(way, int):
-        raise ValueError(
-            "The loss hangs on what a hook has taken, which has no rows and is no mean or sum over them. "
-            "Let the model's forward return it, or plan accumulate = 1."
-        )
-    each = grad.shape[way] // rows
-    return [grad.narrow(way, start * each, size * each) for start, size in cuts]
-
-
-def _joined_gradients(several: Sequence[Any], rows: Sequence[int], factor: Any) -> Any:
-    """Gradients of the whole batch, of those of micro-batches."""
-    parts = [leaves(of, torch.Tensor) for of in several]
-    joined = []
-    for xs in zip(*parts, strict=True):
-        dims = [
-            d for d in range(xs[0].ndim) if all(x.shape[d] % n == 0 for x, n in zip(xs, rows, strict=True))
-        ]
-        whole = xs[0] if len(xs) == 1 else torch.cat(xs, dims[0]) if dims else sum(xs[1:], xs[0])
-        joined.append(whole * torch.as_tensor(factor).to(whole))
-    tensors = iter(joined)
-    return mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, several[0])
 
 
 _CHANGES = (
@@ -756,39 +732,3 @@ class _OfParts:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls().item  # noqa: B018
-
-
-def _row_dim(parts: Sequence[torch.Size], whole: torch.Size) -> int | None:
-    """The dim of the batch's rows, by shapes of micro-batches and of the whole; None: there is none."""
-    dims = [d for d in range(len(whole)) if any(shape[d : d + 1] != whole[d : d + 1] for shape in parts)]
-    is_one = len(dims) == 1 and sum(shape[dims[0]] for shape in parts) == whole[dims[0]]
-    return dims[0] if is_one else None
-
-
-def _way(parts: Sequence[torch.Tensor], cuts: Sequence[tuple[int, int]], whole: torch.Tensor) -> str | None:
-    """What a tensor without rows is of those of micro-batches: their mean, or their sum; None: neither."""
-    if len({x.shape for x in (*parts, whole)}) > 1 or not whole.is_floating_point():
-        return None
-    sizes = torch.tensor([float(size) for _, size in cuts], dtype=torch.float64)
-    each = torch.stack([x.double().cpu() for x in parts])
-    means = torch.tensordot(sizes / sizes.sum(), each, 1)
-    for name, found in (("mean", means), ("sum", each.sum(0))):
-        if torch.allclose(found, whole.double().cpu(), rtol=1e-9 if whole.dtype is torch.float64 else 1e-4):
-            return name
-    return None
-
-
-def _fit(dims: Sequence[int | None], parts: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether tensors of micro-batches may have their rows in these dims."""
-    return len(dims) == len(parts[0]) and all(
-        dim is None or (dim < x[0].ndim and len({(*y.shape[:dim], *y.shape[dim + 1 :]) for y in x}) == 1)
-        for dim, *x in zip(dims, *parts, strict=True)
-    )
-
-
-def _own_rows(of: Own | None, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's rows of what came of a batch; what has no rows is whole."""
-    each, odd = (0, 1) if of is None else divmod(x.shape[dim], of.size)
-    return (
-        x if of is None or odd else x.narrow(dim, of.rows.start * each, (of.rows.stop - of.rows.start) * each)
-    )
