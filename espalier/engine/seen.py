@@ -168,7 +168,10 @@ class SeenGradients:
         if isinstance(grad, DTensor) and grad._layout.mesh is not here:
             grad = brought(grad, here)
         if not here.is_member:
-            self._elsewhere[id(p)] = None if grad is None else self._stand_in(p, place[1], grad.dtype)
+            if grad is None and not (self._is_finished or self.are_given):
+                self._elsewhere.pop(id(p), None)  # there is none yet
+            else:
+                self._elsewhere[id(p)] = None if grad is None else self._stand_in(p, place[1], grad.dtype)
         return grad
 
     def _stand_in(self, p: DTensor, mesh: Mesh, dtype: torch.dtype) -> DTensor:

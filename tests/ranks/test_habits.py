@@ -897,6 +897,27 @@ def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def gradients_dropped_by_hand(lay: Lay) -> list[Any]:
+    """Before the first backward pass, and before each."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        out: list[Any] = [model(batch(9)[0]).sum()]
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = None
+        loss = loss_of(model, step)
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        out += [
+            loss.item(),
+            torch.tensor(float(len(grads))),
+            nn.utils.parameters_to_vector(grads).norm().item(),
+        ]
+        optimizer.step()
+    return [*out, *model.parameters()]
+
+
 def tables_of_the_programs(lay: Lay) -> list[Any]:
     """Plain tensors are read and written by what is made of an output: one index, of any number of rows."""
     model = net()
@@ -915,6 +936,7 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
 
 
 PROGRAMS = (
+    gradients_dropped_by_hand,
     tables_of_the_programs,
     layers_past_autocast,
     functions_of_ones_own_in_losses,
@@ -953,6 +975,7 @@ PROGRAMS = (
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
+    gradients_dropped_by_hand,
     tables_of_the_programs,
     functions_of_ones_own_in_losses,
     layers_past_autocast,
