@@ -9,6 +9,7 @@ Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -103,8 +104,23 @@ def _by_parts(
         raise RowsMeetError("The loss normalizes the batch, of which micro-batches have parts.")
     beside = _leaves_beside(of_loss, inputs, of._source)
     by_row, rows_beside = _of_rows(of, [x for x in of_loss if id(x) not in beside])
-    loss = partial(_replayed, of, rows_beside, [*by_row], beside, is_tried)
+    share = 1.0 if _is_given(calls) else of._source.share_of_loss
+    loss = partial(_replayed, of, rows_beside, [*by_row], beside, share, is_tried)
     return of._source.train([*by_row.values()], loss, beside, draws), beside
+
+
+def _is_given(calls: Sequence[Kept]) -> bool:
+    """Whether a loss is made of a number that the model gives: of the rows of all ranks."""
+    parts: set[int] = set()
+    for one in calls:
+        step = one._step
+        if step is not None and not (step.func in (getattr, operator.getitem) and id(step.args[0]) in parts):
+            continue
+        parts.add(id(one))
+        shapes = one._shapes()
+        if isinstance(shapes, torch.Tensor) and not shapes.ndim:
+            return True
+    return False
 
 
 def _of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Beside]:
@@ -201,7 +217,7 @@ def _through_stages(
     for i, grad in enumerate(grads):
         if grad is None:
             continue
-        way, grad = ways[i], grad * source.share_of_loss
+        way = ways[i]
         if way is None:
             if not grad.any():
                 continue
@@ -209,7 +225,7 @@ def _through_stages(
         if isinstance(way, str):
             others[i] = grad, way == "mean"
         else:
-            of_rows[i] = grad.movedim(way, 0).unflatten(0, (rows, -1))
+            of_rows[i] = (grad * source.share_of_loss).movedim(way, 0).unflatten(0, (rows, -1))
     if of_rows or others:
         dtype = next(x.dtype for x in (*of_rows.values(), *(grad for grad, _ in others.values())))
         share = torch.full((rows,), 1 / max(rows, 1), dtype=dtype, device=source.device)
@@ -319,6 +335,7 @@ def _replayed(
     by_row: Beside,
     ids: Sequence[int],
     beside: Leaves,
+    share: float,
     is_tried: bool,
     output: Any,
     captured: Sequence[torch.Tensor],
@@ -327,7 +344,7 @@ def _replayed(
     replacements = {**by_row.as_used(dict(zip(ids, captured, strict=True))), **beside}
     try:
         loss = evaluated(of, replacements, lambda: output, fresh=True)
-        return loss * of._source.share_of_loss if of._source.is_part and is_sum(loss) else loss
+        return loss * share if share != 1 and is_sum(loss) else loss
     except Exception as error:
         if is_tried:
             raise RowsMeetError(f"{type(error).__name__}: {error}") from error

@@ -338,7 +338,7 @@ class ModelRun:
                 joined.append(of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim))
             elif len(outputs) == 1:
                 joined.append(parts[0][i])
-                ways.append(None)
+                ways.append("sum")
             elif is_kept:
                 joined.append(_OfParts())
                 ways.append(None)

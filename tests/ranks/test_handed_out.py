@@ -208,6 +208,39 @@ def of_ranks(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None) 
     return torch.cat([espalier.full_tensor(p).detach().flatten() for p in model.parameters()])
 
 
+class Gives(Net):
+    """Makes its loss itself, of the rows of all ranks: a mean, or a sum over a number that it is told."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, number: int | None = None) -> Any:
+        out, _ = super().forward(x)
+        if number is None:
+            return {"loss": F.cross_entropy(out, y), "logits": out}
+        return {"loss": F.cross_entropy(out, y, reduction="sum") / number, "logits": out}
+
+
+def given(number: int | None, plan: dict[str, Any] | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    model: Any = Gives()
+    model.drop.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen: Numbers = []
+    place = slice(None)
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan, rows="own")
+        reader = model.engine.mesh.coordinate[model.engine.mesh.axis("data")]
+        place = slice(reader * ROWS // 2, (reader + 1) * ROWS // 2)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(ROWS, 6, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+        loss = model(x[place], y[place], number)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    ends = [espalier.full_tensor(p).detach().flatten() for p in model.parameters()]
+    return torch.cat([torch.tensor(seen), *ends])
+
+
 def own_rows(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
     plans: list[dict[str, Any]] = [{"data": 2, "pipe": 2}, {"data": 2, "pipe": 2, "accumulate": 2, "zero": 1}]
@@ -222,6 +255,14 @@ def own_rows(rank: int, world: int) -> None:
                     warnings.filterwarnings("ignore", "Outputs of two calls of the model meet")
                     apart = (of_ranks(loss_of, plan) - expected).abs().max().item()
                 assert apart < TOLERANCE, (loss_of.__name__, plan, apart)
+        for number in (None, ROWS):
+            expected = given(number, None)
+            for plan in plans:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", espalier.GatherWarning)
+                    warnings.filterwarnings("ignore", "A loss is one of all rows")
+                    apart = (given(number, plan) - expected).abs().max().item()
+                assert apart < TOLERANCE, (number, plan, apart)
     finally:
         torch.set_default_dtype(torch.float32)
 
