@@ -659,10 +659,10 @@ _WRITTEN = (
     "underscore)."
 )
 SEVERAL = (
-    "Outputs of two calls of the model meet, or of one and its parameters. That goes for tensors of calls, "
-    "where all ranks give the whole batch: no rows that a rank has of its own. Else it is made of one call, "
-    "or is a sum of such losses and of penalties, loss_a + 0.5 * loss_b + penalty: call the model on both "
-    "inputs, model(torch.cat([a, b])).chunk(2). What needs no gradient, detach()."
+    "Outputs of two calls of the model meet, or of one and its parameters. That goes for tensors of calls. "
+    "Else it is made of one call, or is a sum of such losses and of penalties, loss_a + 0.5 * loss_b + "
+    "penalty: call the model on both inputs, model(torch.cat([a, b])).chunk(2). What needs no gradient, "
+    "detach()."
 )
 _SLOW = (
     "Outputs of two calls of the model meet in a loss. In a pipeline each call is computed twice then, once "

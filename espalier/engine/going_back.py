@@ -238,7 +238,7 @@ def handed_out(x: Kept) -> Any:
     """What it is, on all ranks, as ordinary tensors: gradients come to the model when they go back.
 
     Raises:
-        TypeError: the calls that it comes of draw random numbers, or write; or each rank has rows of its own.
+        TypeError: the calls that it comes of draw random numbers, or write.
     """
     source = x._source
     calls = in_order(x, Kept._made_of)
@@ -262,7 +262,7 @@ def _brought_back(source: Source, grads: Sequence[torch.Tensor | None]) -> None:
     with torch.enable_grad(), source.together() if source.made_by else nullcontext():
         _through_stages(source, grads, of_inputs, {})
         hand_on({**{id(x): x for x in inputs}, **source.made_by}, of_inputs, True, None)
-    source.has_gone_back = True
+    source.has_gone_back, source.handed_out = True, None  # which holds the source
 
 
 class _OutOfStages(torch.autograd.Function):
@@ -381,6 +381,6 @@ _DRAWS = (
 )
 _HELD = (
     "What a pipeline has yet to compute is written into a tensor, a gradient is to go back through it, and "
-    "it draws random numbers, was written to itself, or is of rows that each rank has of its own. Make a new "
-    "tensor (torch.cat, torch.stack, torch.where), or detach() what is written."
+    "it draws random numbers, or was written to itself. Make a new tensor (torch.cat, torch.stack, "
+    "torch.where), or detach() what is written."
 )

@@ -84,9 +84,18 @@ class Kept:
         if not torch.is_grad_enabled():
             return False
         shapes = self._shapes()
-        return shapes is UNKNOWN or any(
-            x.requires_grad for x in leaves(shapes, torch.Tensor, (torch.Tensor,))
-        )
+        if shapes is UNKNOWN:
+            return not self._is_detached()
+        return any(x.requires_grad for x in leaves(shapes, torch.Tensor, (torch.Tensor,)))
+
+    def _is_detached(self) -> bool:
+        """Whether it comes of ``x.detach()``."""
+        step = self._step
+        if step is None:
+            return False
+        if step.func is call and isinstance(step.args[0], Kept) and step.args[0]._step is not None:
+            return step.args[0]._step.func is getattr and step.args[0]._step.args[1] == "detach"
+        return getattr(step.func, "__name__", "") == "detach"
 
 
 def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:

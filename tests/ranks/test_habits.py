@@ -927,8 +927,9 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
         x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
         given = model(x)
         best, above = given.argmax(-1), given.detach() > 0
-        out += [table[best], table[:, best], table[best, best], numbers[:rows][best > 1], table[best[0]]]
-        out += [torch.ones(rows, 4)[above], numbers[:rows][above.any(-1)], numbers[above.nonzero()[:, 0]]]
+        read = [table[best], table[:, best], table[best, best], numbers[:rows][best > 1], table[best[0]]]
+        read += [torch.ones(rows, 4)[above], numbers[:rows][above.any(-1)]]
+        out += [x.detach() for x in read]
         written = table.clone()
         written[best] = 2.0
         out += [written, stepped((given * table[best]).mean(), optimizer)]
