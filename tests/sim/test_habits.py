@@ -34,7 +34,8 @@ WAITS = {
 AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights", "norms_that_are_synchronized")
 """These have a BatchNorm(momentum=None), as update_bn makes it, which asks how many batches it has seen."""
 
-# this device has no sparse tensors; what torch compiles has a test of its own, what is gathered is warned of
+# this device has no sparse tensors; what torch compiles has a test of its own, what is gathered is warned of;
+# a program that looks before its first step waits in that, as others do when they are first called
 PROGRAMS = [
     program
     for program in habits.PROGRAMS
@@ -45,6 +46,8 @@ PROGRAMS = [
         habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,
         habits.functions_of_ones_own_in_losses,
+        habits.tables_of_the_programs,
+        habits.gradients_dropped_by_hand,
         *habits.AROUND,
     )
 ]
