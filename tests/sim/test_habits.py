@@ -35,7 +35,7 @@ AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights", "norms_that
 """These have a BatchNorm(momentum=None), as update_bn makes it, which asks how many batches it has seen."""
 
 # this device has no sparse tensors; what torch compiles has a test of its own, what is gathered is warned of;
-# a program that looks before its first step waits in that, as others do when they are first called
+# programs that look before their first step, or call twice in it, wait in the next, too, and in no other
 PROGRAMS = [
     program
     for program in habits.PROGRAMS
@@ -48,6 +48,7 @@ PROGRAMS = [
         habits.functions_of_ones_own_in_losses,
         habits.tables_of_the_programs,
         habits.gradients_dropped_by_hand,
+        habits.statistics_in_the_order_of_calls,
         *habits.AROUND,
     )
 ]
