@@ -25,7 +25,15 @@ from espalier.engine.surface import HandedOut, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders
 from espalier.tensor.observers import user_frame
-from espalier.torch_private import MODULES, as_written, draws_all, goes_by_apply, open_transform
+from espalier.torch_private import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    as_written,
+    draws_all,
+    goes_by_apply,
+    open_transform,
+)
 
 
 class EngineModule(nn.Module):
@@ -211,10 +219,6 @@ class PreparedModule(EngineModule):
     ones; and to ``isinstance`` it is of that class.
     """
 
-    # by these torch.func.functional_call puts other tensors in the place of parameters and buffers
-    _parameters = _table_of_model("_parameters")
-    _buffers = _table_of_model("_buffers")
-
     def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
         """Of a kind that has the model's own methods where ``nn.Module`` has others, or none."""
         methods = {name: _of_model(name, engine.module) for name in _own_methods(engine.module)}
@@ -367,6 +371,11 @@ class PreparedModule(EngineModule):
     def get_submodule(self, target: str) -> nn.Module:
         """Of the model, by its name there."""
         return self.module.get_submodule(target)
+
+
+# by these torch.func.functional_call puts other tensors in the place of parameters and buffers
+for _table in (PARAMETERS, BUFFERS):
+    setattr(PreparedModule, _table, _table_of_model(_table))
 
 
 # special methods that say how an object comes about, or that Python asks of what stands for the model
