@@ -16,10 +16,12 @@ import torch
 
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import gather_objects
+from espalier.engine.beside import held_by
 from espalier.layout import Layout
 from espalier.layout.layout import AxisState
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
+from espalier.parallel.fused import holding
 from espalier.tensor import DTensor, plain, stamp
 from espalier.torch_private import raw, setter
 from espalier.trees import leaves, tree_map
@@ -39,20 +41,18 @@ def of_all_stages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     All ranks along ``pipe`` must come to it (collective).
     """
-    held = [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor]
+    held = [p for p in held_by(optimizer) if type(p) is DTensor]
     whole = held[0]._layout.mesh.outermost if held else None
     if whole is None or whole.is_dry or not vars(optimizer).get("_takes_all_stages"):
         yield
         return
     copies = _copies(optimizer, held, whole)
-    kept = [(group, group["params"]) for group in optimizer.param_groups]
     try:
-        for group, params in kept:
-            group["params"] = [copies.get(id(p), p) for p in params]
-        yield
+        with holding(optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = [copies.get(id(p), p) for p in group["params"]]
+            yield
     finally:
-        for group, params in kept:
-            group["params"] = params
         for copy in copies.values():
             optimizer.state.pop(copy, None)
 

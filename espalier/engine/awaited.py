@@ -28,6 +28,7 @@ from torch.distributions.kl import register_kl
 from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.going_back import gone_back, hand_on, handed_out
 from espalier.engine.kept import (
+    PARTS,
     SOUGHT,
     UNKNOWN,
     Kept,
@@ -207,7 +208,7 @@ class Awaited(Kept):
     @property
     def _place(self) -> str | int | None:
         """Which part of the output it is; None of all else. ``output[0]`` of one with names has its name."""
-        if self._step is None or self._step.func not in (getattr, operator.getitem):
+        if self._step is None or self._step.func not in PARTS:
             return None
         of, key = self._step.args
         if not isinstance(of, Awaited) or of._step is not None or not isinstance(key, str | int):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from espalier.engine.awaited import SEVERAL, Awaited, done, in_call, value_of
 from espalier.engine.awaited_source import Source
 from espalier.engine.gradients import go_back, gradients
-from espalier.engine.kept import SOUGHT, UNKNOWN, call, step_of
+from espalier.engine.kept import PARTS, SOUGHT, UNKNOWN, call, step_of
 from espalier.engine.sums import Sum, added
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
@@ -58,7 +58,7 @@ def _of_calls(
     source = awaited[0]._source
     held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
     made = Awaited(source, step_of(source, func, held, named))
-    is_over = source.has_gone_back and func not in _PARTS and not made._wants_grad()
+    is_over = source.has_gone_back and func not in PARTS and not made._wants_grad()
     if not _only_computes(made):
         if _draws(made):
             if not made._wants_grad() or getattr(func, "__name__", "") in _FLAT:
@@ -185,23 +185,16 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return work
 
 
-_PARTS = (getattr, operator.getitem)
-
-
 # what calls are mostly of: not asked whether they draw, or do something beside giving a value
 _ONLY_COMPUTE = frozenset(
     [
-        *_PARTS,
+        *PARTS,
         *(getattr(operator, name) for name in "add sub mul truediv neg pow".split()),
         *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.kl_div),
         *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.log_softmax, F.softmax),
     ]
 )
-
-
 _METHODS = frozenset("contiguous detach double flatten float mean reshape squeeze sum transpose view".split())
-
-
 _FLAT = frozenset("bernoulli normal poisson".split())  # whose gradients are zero
 _OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: gradients,

@@ -9,7 +9,6 @@ Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,10 +19,10 @@ import torch
 
 from espalier.engine.accumulation import UnseenCountError, is_sum
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import Kept, captured, evaluated, in_order
+from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order
 from espalier.engine.observing import Place
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
-from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.parallel.pipeline.record import leaves, refilled
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.observers import user_frame
 
@@ -114,7 +113,7 @@ def _is_given(calls: Sequence[Kept]) -> bool:
     parts: set[int] = set()
     for one in calls:
         step = one._step
-        if step is not None and not (step.func in (getattr, operator.getitem) and id(step.args[0]) in parts):
+        if step is not None and not (step.func in PARTS and id(step.args[0]) in parts):
             continue
         parts.add(id(one))
         shapes = one._shapes()
@@ -176,8 +175,7 @@ def _of_all(
     beside = {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
     value = source.value()
     tensors = [_leaf(x) for x in leaves(value, torch.Tensor)]
-    remaining = iter(tensors)  # of which a distribution may make others
-    output = mapped(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, value)
+    output = refilled(value, tensors)  # of which a distribution may make others
     with torch.enable_grad():
         loss = evaluated(of, beside, lambda: output, fresh=True)
     loss.backward()
@@ -249,8 +247,8 @@ def handed_out(x: Kept) -> Any:
         warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
         value = source.value()
         start = torch.zeros((), requires_grad=True)
-        tensors = iter(_OutOfStages.apply(source, start, *leaves(value, torch.Tensor)))
-        source.handed_out = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, value)
+        tensors = _OutOfStages.apply(source, start, *leaves(value, torch.Tensor))
+        source.handed_out = refilled(value, tensors)
     with torch.enable_grad():
         return evaluated(x, {}, lambda: source.handed_out, fresh=True)
 

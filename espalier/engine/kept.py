@@ -16,6 +16,7 @@ from espalier.parallel.pipeline.record import TorchState, mapped
 from espalier.parallel.pipeline.trace import statistics
 from espalier.trees import leaves, tree_map
 
+PARTS = (getattr, operator.getitem)  # what calls take of what another gave
 UNKNOWN = object()  # in the place of shapes that hang on values
 # arguments of losses that may be as long as a batch; of these they have a number for each of the input's
 _CONSTANT = ("weight", "pos_weight")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.engine.batches import Own
-from espalier.parallel.pipeline.record import leaves, mapped
+from espalier.parallel.pipeline.record import leaves, refilled
 
 
 def cut_gradient(
@@ -41,8 +41,7 @@ def joined_gradients(several: Sequence[Any], rows: Sequence[int], factor: Any) -
         ]
         whole = xs[0] if len(xs) == 1 else torch.cat(xs, dims[0]) if dims else sum(xs[1:], xs[0])
         joined.append(whole * torch.as_tensor(factor).to(whole))
-    tensors = iter(joined)
-    return mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, several[0])
+    return refilled(several[0], joined)
 
 
 def row_dim(parts: Sequence[torch.Size], whole: torch.Size) -> int | None:

@@ -45,7 +45,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.programs import sendable
-from espalier.parallel.pipeline.record import TorchState, leaves, mapped
+from espalier.parallel.pipeline.record import TorchState, leaves, mapped, refilled
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.before import Before
@@ -347,8 +347,7 @@ class ModelRun:
                 joined.append(whole[i])
                 ways.append(way_of([x[i] for x in parts], passes.call.batches.cuts(self.rows()), whole[i]))
         self._ways = ["sum"] * len(ways) if len(outputs) == 1 and not self.is_part else ways
-        tensors = iter(joined)
-        whole_tree = mapped(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, trees[0])
+        whole_tree = refilled(trees[0], joined)
         self.sights = [s._replace(args=args) for s, args in zip(outputs[0][1], whole_tree[1], strict=True)]
         return whole_tree[0]
 

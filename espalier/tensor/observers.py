@@ -255,12 +255,13 @@ def program_asks_kind(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=1024)
 def _runs_isinstance(code: CodeType, place: int) -> bool:
     """Whether what a frame has come to is a call of ``isinstance``, or a case of a match."""
-    instructions = [*dis.get_instructions(code)]
-    (now,) = (i for i in instructions if i.offset == place)
+    now = _instruction(code, place)
     if not now.opname.endswith("CALL"):
         return now.opname == "MATCH_CLASS"
     begins = _begins(now)  # a call's name stands where the call begins
-    return begins is not None and any(i.argval == "isinstance" and _begins(i) == begins for i in instructions)
+    return begins is not None and any(
+        i.argval == "isinstance" and _begins(i) == begins for i in dis.get_instructions(code)
+    )
 
 
 def reads_an_index(frame: FrameType) -> bool:

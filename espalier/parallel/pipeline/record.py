@@ -886,6 +886,12 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     return tree_map(fn, tree, _SOUGHT)
 
 
+def refilled(tree: Any, tensors: Iterable[Any]) -> Any:
+    """The same with others in the place of its tensors, in their order."""
+    remaining = iter(tensors)
+    return mapped(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, tree)
+
+
 def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     """The leaves of a kind, in the order of :func:`mapped`."""
     return leaves_of(tree, kind, _SOUGHT)
