@@ -59,10 +59,12 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_unconfigure() -> None:
     """Python's end is to find all; libraries would say that they leaked what it does not.
 
-    Of many processes none comes to it: they need not look through all there is.
+    Of many processes none comes to it: they need not look through all there is, nor does pytest at its end.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         gc.unfreeze()
+    else:
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

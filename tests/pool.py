@@ -163,6 +163,9 @@ def _serve(rank: int, conn: Connection) -> None:
             reply = pickle.dumps(("failed", failure))
         sys.stdout.flush()
         sys.stderr.flush()
+        # what a call leaves no later one looks through: neither collections nor searches for optimizers
+        gc.collect()
+        gc.freeze()
         conn.send_bytes(reply)
         if failure is not None:
             # Closing our sockets makes the ranks that wait for us fail at once instead of timing out.

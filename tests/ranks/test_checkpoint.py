@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import math
 import os
 import time
@@ -103,8 +102,6 @@ def save_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path)
 
 
 def load_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path, tolerance: float) -> None:
-    gc.collect()
-    gc.freeze()  # each load looks for shuffled loaders among all objects: not among what was there before
     for i, plan in enumerate(plans):
         engine = engine_of(build, plan, folder)
         saved = sorted(folder.glob("?-*"))
