@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.engine.awaited import Awaited
-from espalier.engine.of_gradients import is_of_inputs, with_graph
+from espalier.engine.penalties import is_of_inputs, with_graph
 from espalier.engine.seen import gradient_seen
 from espalier.engine.sums import Sum
 from espalier.tensor import DTensor

@@ -28,7 +28,6 @@ from espalier.engine.changed import marks_of, refuse_changed
 from espalier.engine.kept import cloned
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
-from espalier.engine.of_gradients import on_all_ranks, replaced, whole_output
 from espalier.engine.output_rows import (
     cut_gradient,
     joined_gradients,
@@ -38,8 +37,8 @@ from espalier.engine.output_rows import (
     way_of,
 )
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
+from espalier.engine.penalties import on_all_ranks, replaced, whole_output
 from espalier.engine.waiting import WaitingForStages
-from espalier.layout import Layout
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -496,9 +495,8 @@ class ModelRun:
             restore(mesh.device(), ends)
 
         def laid(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
-                return x
-            return stamp(x.detach().to(mesh.device()), Layout.replicated(mesh, tuple(x.shape)))
+            is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+            return on_all_ranks(x.detach().to(mesh.device()), mesh) if is_plain else x
 
         with torch.no_grad():
             arguments, named = (tree_map(laid, x, (torch.Tensor,)) for x in (list(args), dict(kwargs)))
