@@ -23,6 +23,7 @@ from torch import nn
 
 import espalier
 from espalier.engine.accumulation import UnseenCountError
+from espalier.parallel.experts import stacked
 from espalier.tensor import GatherWarning
 from espalier.tensor.modules import lay_out_parameter
 from espalier.train.verify import Double
@@ -47,7 +48,7 @@ class Verdict:
     """How a trial of a model under a plan ended.
 
     Attributes:
-        end: ``"unfit"``: the model cannot be trained on one process as it is built here.
+        end: ``"unfit"``: the model cannot be trained on one process as it is built here, or not by the plan.
         words: what was said, or how far apart the two are.
         where: of an error: the innermost line.
         gathered: functions that had no rule.
@@ -425,6 +426,8 @@ def trial(
         TrialError: it ended with an error.
     """
     of, kept = case(name), torch.load(file, weights_only=False)
+    if plan.get("expert", 1) > 1 and not stacked(of.model()):
+        raise TrialError(Verdict("unfit", "it has no experts to lay apart"))
     with warnings.catch_warnings(record=True) as caught, Double():
         warnings.simplefilter("always")
         try:
