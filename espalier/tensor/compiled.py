@@ -29,7 +29,7 @@ from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.loans import await_values
 from espalier.tensor.names import made_in
-from espalier.tensor.observers import watchers
+from espalier.tensor.observers import user_frame, watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.reached import Reached
 from espalier.tensor.recorder import Key, Recorder, Refused, version
@@ -291,7 +291,30 @@ class Region:
             warnings.warn(f"{self.__name__} runs as it is written, uncompiled. {recorded}", stacklevel=3)
         else:
             variants.by_kind.setdefault(key, []).append(recorded)
+            if torch.is_grad_enabled():
+                self._see_twice(variants, out)
         return out
+
+    def _see_twice(self, variants: _Variants, out: Any) -> None:
+        """Let it run as it is written from now on, if what was recorded is differentiated with a graph.
+
+        The call that is recorded has no graph of ours, so that gradients go back through its gradients.
+        """
+
+        def seen(_: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and not variants.are_refused:
+                variants.are_refused = True
+                variants.by_kind.clear()
+                warnings.warn(
+                    f"{self.__name__} runs as it is written, uncompiled: the program takes gradients with "
+                    "create_graph=True through it, and compiled graphs have no gradients of gradients.",
+                    stacklevel=user_frame()[0],
+                )
+
+        with raw():
+            for x in flatten(out)[0]:
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    x.register_hook(seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner

@@ -603,6 +603,45 @@ def test_blocks_of_a_model_by_initialize() -> None:
         espalier.initialize(nn.Linear(2, 2), None, {}, compile=True)
 
 
+class _Slope(nn.Module):
+    """Its output is a gradient, or, after some calls, has one added to it."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.since, self.calls = since, 0
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        self.calls += 1
+        return y if self.calls <= self.since else torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("plan", [{}, {"recompute": "full"}])
+def test_gradients_of_gradients(plan: dict[str, Any]) -> None:
+    """No compiled graph has them: what takes them in its first step runs as it is written."""
+
+    def losses(compile: Any, since: int = 0) -> list[float]:
+        torch.manual_seed(0)
+        model = _Slope(since).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = espalier.initialize(model, optimizer, plan, loss_fn=F.mse_loss, compile=compile)
+        torch.manual_seed(3)
+        return [
+            engine.train_step((torch.randn(4, 6).double(), torch.ones(4, 6).double())).item() for _ in "123"
+        ]
+
+    expected = losses(False)
+    with pytest.warns(UserWarning, match="Sequential runs as it is written.*gradients of gradients"):
+        assert losses("aot_eager") == expected
+    with pytest.raises(RuntimeError, match="double backward") as met:
+        losses("aot_eager", since=1)
+    assert "leave compile out" in met.value.__notes__[0]
+
+
 class _Mixing(nn.Module):
     """Two lists of single layers, which are recomputed, and compiled, as one; a product is written to."""
 

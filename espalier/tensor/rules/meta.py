@@ -34,6 +34,11 @@ from espalier.torch_private import (
 )
 
 # the same for the local and the global tensor, or about storage
+_ONCE = (
+    "A block that is compiled has no gradients of gradients. Where a program takes them in its first step it "
+    "runs uncompiled; one that begins later is to leave compile out: initialize(..., compile=False), or "
+    "train.compile = false."
+)
 _ASIDE = """
     requires_grad_ is_floating_point is_complex is_signed is_inference element_size get_device retain_grad
     is_contiguous
@@ -247,6 +252,10 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     try:
         with as_addends(*dict.fromkeys(meshes)):
             go()
+    except RuntimeError as error:
+        if "double backward" in str(error):
+            error.add_note(_ONCE)
+        raise
     finally:
         for of_mesh in passes:
             of_mesh.remove(telling)
