@@ -1,9 +1,13 @@
-"""Bytes to files and back, in pieces; files that are there whole or not at all, and last."""
+"""Bytes to files and back, in pieces; files that are there whole or not at all, and last; own folders."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -66,4 +70,66 @@ def sync(path: Path) -> None:
     try:
         os.fsync(file)
     finally:
+        os.close(file)
+
+
+# ---- what belongs to a process, which the kernel lets go when it ends, however it ends
+
+_LOCK = "held"
+
+
+def hold(path: Path) -> int:
+    """Open a file, or a folder: until it is closed, or this process has ended, :func:`is_held` says so of it.
+
+    Several may hold one. A file system without locks knows of none.
+    """
+    file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process that lives holds it, or may, as it is another user's."""
+    try:
+        file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    else:
+        return False
+    finally:
+        os.close(file)
+
+
+def own_folder() -> tuple[Path, int]:
+    """A folder of this process for a while, and the file by which it is held; what killed ones left goes.
+
+    What is to stay there goes on without the file ``held``.
+    """
+    prefix = "espalier-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+        if not is_held(left):
+            shutil.rmtree(left.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    file = hold(folder / f"{_LOCK}.new")
+    (folder / f"{_LOCK}.new").rename(folder / _LOCK)
+    return folder, file
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """:func:`own_folder`, gone afterwards."""
+    folder, file = own_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(file)

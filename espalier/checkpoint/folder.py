@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from espalier.checkpoint.index import CheckpointError, Index
 from espalier.checkpoint.tensor_file import damaged, frame_of
-from espalier.files import sync, write_file
+from espalier.files import hold, is_held, sync, write_file
 from espalier.torch_private import storage_info
 
 INDEX, SEAL, TORCH = "index.json", "whole.json", ".metadata"
@@ -154,22 +154,38 @@ def hidden(directory: Path, step: int, token: str) -> Path:
     return directory / f".{name_of(step)}.saving-{token}"
 
 
-def prepare(path: Path) -> None:
-    """Make the folder in which a checkpoint will be written; remove what killed processes left of others.
+def _held(path: Path) -> int:
+    while True:
+        path.mkdir(parents=True, exist_ok=True)  # other ranks may have made it
+        with suppress(FileNotFoundError):
+            folder = hold(path)
+            if path.exists() and os.path.samestat(os.fstat(folder), path.stat()):
+                return folder
+            os.close(folder)
+
+
+def prepare(path: Path, *, first: bool) -> int:
+    """Make the folder in which a checkpoint will be written; ``first``: remove what killed processes left of
+    others.
+
+    Returns:
+        the folder, open: until it is closed, or this process ends, nobody takes it for such a one.
 
     Raises:
         CheckpointError: it cannot be made.
     """
     directory = path.parent
     try:
-        path.mkdir(parents=True, exist_ok=True)  # other ranks may have made it
-        for old in directory.iterdir():
+        folder = _held(path)
+        for old in directory.iterdir() if first else ():
             if _OURS.fullmatch(old.name) and old != path:
-                _remove(old)
+                if not is_held(old):
+                    _remove(old)
             elif old.name.endswith(_REPLACED) and _STEP.fullmatch(old.name):
                 newer = old.with_name(old.name.removesuffix(_REPLACED))
                 if not newer.exists():
                     old.rename(newer)
+        return folder
     except OSError as error:
         raise CheckpointError(cannot(f"No checkpoint can be written to {directory}", error)) from error
 
@@ -186,7 +202,21 @@ def final_of(path: Path) -> Path:
     return path.with_name(path.name[1:].rpartition(".")[0])
 
 
-def commit(path: Path, index: Index, *, last: bool) -> Path:
+class Committed(NamedTuple):
+    """What became of a folder in which all was written.
+
+    Attributes:
+        final: the checkpoint.
+        aside: where the one now stands that another run has saved of that step; None: there was none.
+        whose: that run, in words.
+    """
+
+    final: Path
+    aside: Path | None
+    whose: str
+
+
+def commit(path: Path, index: Index, *, last: bool) -> Committed:
     """Let a folder in which all was written be a checkpoint; ``last``: one that outlives a crash."""
     directory, final = path.parent, final_of(path)
     content = index.to_json()
@@ -197,6 +227,7 @@ def commit(path: Path, index: Index, *, last: bool) -> Path:
     if last:
         sync(path)
     replaced = final.with_name(final.name + _REPLACED)
+    aside, whose = _set_aside(final, index, last=last)
     if final.exists() and not replaced.exists():
         final.rename(replaced)
     elif final.exists():
@@ -204,7 +235,33 @@ def commit(path: Path, index: Index, *, last: bool) -> Path:
     path.rename(final)
     if last:
         sync(directory)
-    return final
+    return Committed(final, aside, whose)
+
+
+def _set_aside(final: Path, index: Index, *, last: bool) -> tuple[Path | None, str]:
+    """Where a checkpoint now stands whose place one takes that does not go on from it; and whose it is."""
+    if not final.exists():
+        return None, ""
+    try:
+        there = open_index(final)
+    except CheckpointError:  # nobody can load it
+        return None, ""
+    if _is_of(there, index.runs):
+        return None, ""
+    folder = final.parent / f"of-{there.runs[-1] or 'unknown'}"
+    folder.mkdir(exist_ok=True)
+    aside = folder / final.name
+    if aside.exists():
+        _leave(aside)
+    final.rename(aside)
+    if last:
+        sync(folder)
+    return aside, there.whose
+
+
+def _is_of(index: Index, runs: Sequence[str]) -> bool:
+    """Whether one of these runs saved it."""
+    return index.runs[-1] in runs
 
 
 def settle(final: Path) -> None:
@@ -215,20 +272,20 @@ def settle(final: Path) -> None:
     sync(final.parent)
 
 
-def tidy(final: Path, keep: int | None) -> None:
-    """A checkpoint outlives a crash: remove those that it replaces, and the oldest but ``keep``."""
+def tidy(final: Path, keep: int | None, runs: Sequence[str]) -> None:
+    """A checkpoint outlives a crash: remove what it replaces, and the oldest of its runs but ``keep``."""
     directory = final.parent
     replaced = [path for path in checkpoints(directory) if path.name.endswith(_REPLACED)]
     gone = [old for old in replaced if old.with_name(old.name.removesuffix(_REPLACED)).exists()]
     if keep is not None:
-        gone += [old for old, _ in _whole(directory) if old not in gone][keep:]
+        gone += [old for old, of in _whole(directory) if old not in gone and _is_of(of, runs)][keep:]
     for old in gone:
         with suppress(OSError):  # what is to be kept is there
             _leave(old)
 
 
-def withdraw(path: Path, *, there: bool) -> None:
-    """Undo what was done for a checkpoint; ``there``: it has got its name."""
+def withdraw(path: Path, *, there: bool, aside: Path | None) -> None:
+    """Undo what was done for a checkpoint; ``there``: it has its name; ``aside``: where another is now."""
     final = final_of(path)
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
@@ -237,6 +294,8 @@ def withdraw(path: Path, *, there: bool) -> None:
         replaced = final.with_name(final.name + _REPLACED)
         if replaced.exists() and not final.exists():
             replaced.rename(final)
+        if aside is not None and not final.exists():
+            aside.rename(final)
 
 
 def _leave(path: Path) -> None:

@@ -88,6 +88,8 @@ class Index:
         aliases: other names of some of them.
         values: all that is no tensor, by :func:`encode`.
         files: the bytes of each.
+        runs: names of the run that saved it, last, and of those that it goes on from.
+        whose: that run, in words.
     """
 
     step: int = 0
@@ -97,6 +99,8 @@ class Index:
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=lambda: [""])  # nobody knows
+    whose: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +159,8 @@ class Index:
             "step": self.step,
             "plan": self.plan,
             "ranks": self.ranks,
+            "runs": self.runs,
+            "whose": self.whose,
             "files": [(name, self.files[name]) for name in names],
             "values": self.values,
             "aliases": self.aliases,
@@ -182,7 +188,8 @@ class Index:
             aliases = {str(name): str(of) for name, of in said["aliases"].items()}
             step, ranks = numbers([said["step"], said["ranks"]])
             plan, values = dict(said["plan"]), dict(said["values"])
-            return Index(step, plan, ranks, tensors, aliases, values, dict(files))
+            runs, whose = [str(name) for name in said.get("runs") or [""]], str(said.get("whose", ""))
+            return Index(step, plan, ranks, tensors, aliases, values, dict(files), runs, whose)
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:

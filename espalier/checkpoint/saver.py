@@ -11,6 +11,7 @@ import atexit
 import errno
 import json
 import math
+import os
 import secrets
 import socket
 import sys
@@ -27,7 +28,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.checkpoint.folder import cannot, commit, final_of, hidden, prepare, settle, tidy, withdraw
+from espalier.checkpoint.folder import (
+    Committed,
+    cannot,
+    commit,
+    final_of,
+    hidden,
+    prepare,
+    settle,
+    tidy,
+    withdraw,
+)
 from espalier.checkpoint.index import Boxes, CheckpointError, Index, TensorInfo
 from espalier.checkpoint.tensor_file import LARGEST, TensorFile
 from espalier.comm.control import agree, any_says, gather_objects
@@ -51,7 +62,7 @@ class Saver:
         self.mesh = mesh
         self._staging: Staging | None = None
         self._work: SaveWork | None = None
-        self._token, self._count = "", 0
+        self._token, self._count, self._whose = "", 0, ""
 
     def save(
         self,
@@ -94,12 +105,14 @@ class Saver:
         of_ranks = gather_objects((secrets.token_hex(4), keep, place, sums), mesh)
         token, keep, *_ = of_ranks[0]
         self._token = self._token or token
+        self._whose = self._whose or _this_run()
         _see_some_stay(keep)
         _see_one_folder([place for _, _, place, _ in of_ranks])
         agree(error, mesh, range(mesh.ndim))
         _see_what_differs([sums for *_, sums in of_ranks])
         self._count += 1
-        index.ranks = mesh.size()
+        index.ranks, index.whose = mesh.size(), self._whose
+        index.runs = [*(name for name in index.runs if name != self._token), self._token]
         folder = hidden(directory, index.step, f"{self._token}{self._count}")
         if asynchronous:
             self._staging = self._staging or Staging(mesh)
@@ -112,6 +125,7 @@ class Saver:
             self._see(work, work.written)
             work.commit()
             self._see(work, work.committed)
+            _tell_aside(work)
         self._work = work
         work.begin(apart=asynchronous)
         if durable and not asynchronous:
@@ -133,6 +147,7 @@ class Saver:
             work, self._work = self._work, None
             atexit.unregister(work.tell)
             self._see(work, *work.pending)
+            _tell_aside(work)
 
     def _see(self, work: SaveWork, *done: Future[None]) -> None:
         """Raise on all ranks what one of them has met, and undo the checkpoint."""
@@ -149,6 +164,16 @@ class Saver:
                 except Exception as met:
                     work.give_up(undo=True)
                     raise CheckpointError(str(met)) from met
+
+
+def _this_run() -> str:
+    return f"begun {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()} on {socket.gethostname()}"
+
+
+def _tell_aside(work: SaveWork) -> None:
+    """Warn, once, of another run's checkpoint that was in the place of this one."""
+    if words := work.aside_in_words():
+        warnings.warn(words, stacklevel=user_frame()[0])
 
 
 def _see_some_stay(keep: int | None) -> None:
@@ -344,7 +369,9 @@ class SaveWork:
         self._versions = [(piece, version_of(piece.values)) for _, piece in self._later]
         self._changed = ""
         self._file: TensorFile | None = None
-        self._final: Path | None = None
+        self._done: Committed | None = None
+        self._is_told = False
+        self._held: int | None = None
         self._same = 0  # that folder, whatever its name
         self._thread: threading.Thread | None = None
 
@@ -371,6 +398,21 @@ class SaveWork:
         if errors:
             print(f"espalier: {errors[0]}", file=sys.stderr, flush=True)
             self.give_up(undo=False)
+        elif words := self.aside_in_words():
+            print(f"espalier: {words}", file=sys.stderr, flush=True)
+
+    def aside_in_words(self) -> str:
+        """What became of another run's checkpoint of this step, once; empty where there was none."""
+        if self._done is None or self._done.aside is None or self._is_told:
+            return ""
+        self._is_told = True
+        final, aside, whose = self._done
+        return (
+            f"{final} was of another run ({whose or 'it does not say which'}), from which this one does not "
+            f"go on. It stands in {aside} now. Let each run, and each engine, save to a folder of its own: "
+            f"engine.load of {final.parent} takes what was saved last, whoever did. A run goes on from "
+            "another, and takes its place, after engine.load."
+        )
 
     def write(self) -> None:
         """Write this rank's file."""
@@ -394,8 +436,15 @@ class SaveWork:
             self._thread.join()
         if self._file is not None:
             self._file.close(last=False)
-        if self.rank == 0 and (undo or self._final is None):
-            withdraw(self.folder, there=self._final is not None)
+        self._let_go()
+        if self.rank == 0 and (undo or self._done is None):
+            done = self._done
+            withdraw(self.folder, there=done is not None, aside=None if done is None else done.aside)
+
+    def _let_go(self) -> None:
+        folder, self._held = self._held, None
+        if folder is not None:
+            os.close(folder)
 
     # ---- what the thread does
 
@@ -436,10 +485,7 @@ class SaveWork:
                     f"{self.index.step} was not saved. Call engine.wait_staged() before you write to "
                     "parameters or optimizer states yourself."
                 )
-        if self.rank == 0:
-            prepare(self.folder)
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self._held = prepare(self.folder, first=self.rank == 0)
         self._file = file = TensorFile(self.folder / f"__{self.rank}_0.distcp", push=self._durable)
         try:
             for piece in self._pieces:
@@ -461,7 +507,8 @@ class SaveWork:
             self._same = self.folder.stat().st_ino
             self._of_others(self.folder, _part, self._merge)
             self.index.check_whole()
-            self._final = commit(self.folder, self.index, last=self._durable)
+            self._done = commit(self.folder, self.index, last=self._durable)
+        self._let_go()
 
     def _merge(self, part: Path) -> None:
         self.index.merge(Index.from_json(part.read_bytes(), str(part)))
@@ -479,16 +526,17 @@ class SaveWork:
         if self.rank == 0:
             self.committed.result()
             self.synced.result()
-            assert self._final is not None
+            assert self._done is not None
+            final = self._done.final
             try:
                 if not self._durable:
-                    self._of_others(self._final, self._synced, lambda part: None)
-                    settle(self._final)
+                    self._of_others(final, self._synced, lambda part: None)
+                    settle(final)
             except FileNotFoundError:
-                if self._final.exists() and self._final.stat().st_ino == self._same:
+                if final.exists() and final.stat().st_ino == self._same:
                     raise
                 return  # somebody has taken it away already, or put another in its place
-            tidy(self._final, self.keep)
+            tidy(final, self.keep, self.index.runs)
 
     def _synced(self, rank: int) -> str:
         return f"synced-{self.folder.name.rpartition('-')[2]}-{rank}"

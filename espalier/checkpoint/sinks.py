@@ -282,7 +282,7 @@ class FolderSink(Target):
         self._out, self._values, self._ours, self._beside = out, values, ours, files or {}
         if ours:
             self._hidden = hidden(out, 0, secrets.token_hex(4))
-            prepare(self._hidden)
+            self._held = prepare(self._hidden, first=True)
         else:
             self._hidden = partial(out)
             shutil.rmtree(self._hidden, ignore_errors=True)
@@ -298,6 +298,8 @@ class FolderSink(Target):
     def _clear(self) -> None:
         self._file.close()
         shutil.rmtree(self._hidden, ignore_errors=True)
+        if self._ours:
+            os.close(self._held)
 
     def _commit(self) -> None:
         index = self._index

@@ -794,7 +794,8 @@ class Engine(Surface):
                 outlives this process; it comes to outlive the machine's crash meanwhile, as after
                 :meth:`wait_saved`, and older ones stay until then. Asynchronous saves are there only when
                 they do.
-            keep: how many checkpoints to leave in ``directory``: the newest. None: all.
+            keep: how many checkpoints of this run, and of those it goes on from, to leave in ``directory``:
+                the newest. None: all.
             extra: plain values, tensors, arrays of numpy, or objects with ``state_dict()``, the same on all
                 ranks.
 
@@ -822,7 +823,7 @@ class Engine(Surface):
             def give() -> tuple[Index, Mapping[str, Lying]]:
                 index, tree = index_and_tree(self.module, self.optimizer, self.mesh, values, extra, saves)
                 plan = json.dumps(self.plan.model_dump(), default=str)
-                index.step, index.plan = self.steps, json.loads(plan)
+                index.step, index.plan, index.runs = self.steps, json.loads(plan), [*self._loads.runs]
                 return index, tree
 
             path = self._saver.save(

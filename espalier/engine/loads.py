@@ -19,11 +19,16 @@ from espalier.tensor.observers import user_frame
 
 
 class Loads:
-    """Loads checkpoints into an engine, and knows what the last load has left open."""
+    """Loads checkpoints into an engine, and knows what the last load has left open.
+
+    Attributes:
+        runs: names of those that the engine goes on from.
+    """
 
     def __init__(self) -> None:
         self._failed = ""  # what a load met when it had changed parameters
         self._positions_left = 0  # which no loader has taken
+        self.runs: list[str] = []
 
     def newest(
         self,
@@ -37,7 +42,8 @@ class Loads:
         paths = candidates(directory, own.mesh)
         for path, following in zip_longest(paths, paths[1:]):
             try:
-                values = self._restored(own, opened(path, own.mesh), data, extra, model_only)
+                checkpoint = opened(path, own.mesh)
+                values = self._restored(own, checkpoint, data, extra, model_only)
             except CheckpointError as error:
                 if following is None:
                     raise
@@ -45,6 +51,7 @@ class Loads:
             else:
                 break
         if not model_only:
+            self.runs = [*dict.fromkeys((*self.runs, *checkpoint.index.runs))]
             self._positions_left = len((values.get("loaders") or ())[len(own.loaders) :])
         return values
 

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,7 @@ def load_all(rank: int, world: int, build: Any, plans: list[Plan], folder: Path,
                 engine = engine_of(build, plan, folder, early=True)
             assert engine.load(here) == {"note": ("a", {"b": 1.5})} and engine.steps == 2
             engine.lay_out(engine.cut(data(engine.module, 0))[0])
-            again = engine.save(folder / "again")
+            again = engine.save(folder / "again" / f"{world}-{i}-{k}")
             if rank == 0:
                 compare(Checkpoint(newest(here) or here), Checkpoint(again), (plan, here.name))
             if own or here.name == "1-0":
@@ -437,6 +438,67 @@ def says_otherwise(rank: int, world: int, folder: Path) -> None:
 def test_what_ranks_say_differently_is_told(ranks: Any, tmp_path: Path) -> None:
     """The first rank's was written, without a word."""
     ranks(2, says_otherwise, tmp_path)
+
+
+def save_to_one_folder(rank: int, world: int, folder: Path) -> None:
+    """What one engine has saved stays, also beside another that saves the same step at the same time."""
+    nets = [nn.Linear(4, 4) for _ in range(3)]
+    of_each = [
+        espalier.initialize(net, torch.optim.SGD(net.parameters(), 0.1), {"data": world}) for net in nets
+    ]
+    first, second, third = of_each
+    values = [engine.full_state_dict()["weight"] for engine in of_each]
+
+    def saved(engine: espalier.Engine, told: bool, **given: Any) -> None:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            engine.save(folder, **given)
+            engine.wait_saved()
+        words = [str(one.message) for one in seen]
+        assert len(words) == (told and rank == 0), words
+        assert all(f"process {os.getpid()} on" in one and "engine.load" in one for one in words)
+        torch.distributed.barrier()
+
+    def is_value(of: int, path: Path) -> None:
+        assert torch.equal(Checkpoint(path).read("model.weight"), values[of])
+
+    final = folder / "step-00000000"
+    saved(first, False)
+    saved(first, False)
+    assert os.listdir(folder) == [final.name]
+    torch.distributed.barrier()
+    saved(second, True)
+    (aside,) = folder.glob("of-*/step-00000000")
+    is_value(0, aside)
+    is_value(1, final)
+    third.load(aside)  # goes on from the first, and is not the second's either
+    saved(third, True)
+    saved(third, False, keep=1)
+    third.load(aside.parent)
+    third.save(aside.parent)
+    third.wait_saved()
+    torch.distributed.barrier()
+    assert checkpoints(aside.parent) == [aside]
+    assert checkpoints(folder) == [final]
+    first.save(folder / "both", asynchronous=True)
+    second.save(folder / "both", asynchronous=True, keep=1)
+    with warnings.catch_warnings():  # of whichever comes later
+        warnings.simplefilter("ignore")
+        first.wait_saved()
+        second.wait_saved()
+    torch.distributed.barrier()
+    assert len([*folder.glob("both/**/step-00000000")]) == 2
+    first.save(folder / "kept")
+    for second.steps in (1, 2):
+        second.save(folder / "kept", keep=1)
+        second.wait_saved()
+    torch.distributed.barrier()
+    assert [path.name for path in checkpoints(folder / "kept")] == ["step-00000002", "step-00000000"]
+
+
+def test_engines_that_save_to_one_folder_lose_nothing(ranks: Any, tmp_path: Path) -> None:
+    """The second took the place of the first's without a word."""
+    ranks(2, save_to_one_folder, tmp_path)
 
 
 class Fails:

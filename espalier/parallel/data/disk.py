@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -32,7 +31,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from espalier.device import host_buffer
-from espalier.files import PIECE, get, memory_of, put
+from espalier.files import PIECE, get, hold, is_held, memory_of, put
 
 T = TypeVar("T")
 
@@ -94,8 +93,7 @@ class Disk:
             self.directory.mkdir(parents=True, exist_ok=True)
             _remove_stale(self.directory)
             hidden.mkdir()
-            lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT)
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets it go when the process ends, however it ends
+            lock = hold(hidden / "lock")
             self.is_direct = _takes_direct(hidden)
             hidden.rename(self.folder)
         except OSError as error:
@@ -448,19 +446,11 @@ def _close(threads: Sequence[ThreadPoolExecutor], folder: Path, lock: int) -> No
 def _remove_stale(directory: Path) -> None:
     """Remove folders whose process is gone: nobody holds their lock."""
     for folder in sorted(directory.glob(f"{_PREFIX}*-*-*")):
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
+        if not (folder / "lock").exists() or is_held(folder / "lock"):
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # its process runs
-        else:
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
             size = sum(file.stat().st_size for file in folder.iterdir())
             shutil.rmtree(folder, ignore_errors=True)
             warnings.warn(
                 f"Removed {folder} ({size:,} bytes), which a process left that was killed.", stacklevel=4
             )
-        finally:
-            os.close(lock)
