@@ -612,6 +612,17 @@ class RunCheckpoints:
                 f"the best validation, of step {judge.step}, is not kept any more: no {folder}"
             )
             return False
+        damage: CheckpointError | None = None
+        try:
+            Checkpoint(folder).verify(mesh.rank, mesh.size())  # a load that fails has changed weights
+        except CheckpointError as met:
+            damage = met
+        if words := next((str(x) for x in gather_objects(damage, mesh) if x is not None), ""):
+            self._progress.say(
+                f"the best validation, of step {judge.step}, cannot be loaded: {words} The weights are "
+                f"those of step {self._engine.steps}, the last"
+            )
+            return False
         self._engine.load(folder, model_only=True)
         return True
 

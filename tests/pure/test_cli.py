@@ -162,8 +162,12 @@ def test_evaluation_stops_and_keeps_the_best(job, tmp_path):
     assert with_checkpoint[1] == text
     code, _, err = call("generate", tmp_path, "--prompt", "x")
     assert code == 2 and "says nothing of its model" in err
-    code, _, err = call("train", job, *more, "--resume", "--set", "checkpoint.every=5")
+    (file,) = (tmp_path / "runs/job/best").glob("step-*/__0_0.distcp")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] + b"damaged!" + content[len(content) // 2 + 8 :])
+    code, out, err = call("train", job, *more, "--resume", "--set", "checkpoint.every=5")
     assert code == 0, err  # it had enough already
+    assert f"of step {best + 1}, cannot be loaded" in out and f"those of step {best + 4}, the last" in out
 
 
 def test_init_writes_jobs_that_are_right(tmp_path, monkeypatch):
