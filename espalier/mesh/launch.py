@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing import ProcessRaisedException
 
+from espalier.files import own_folder, temporary_folder
 from espalier.mesh.hosts import Hosts, meeting, own_address, settings_for
 from espalier.mesh.mesh import Mesh
 from espalier.mesh.process import (
@@ -107,7 +107,7 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _check_request(argv, nproc, hosts.port if hosts is not None and hosts.node == 0 else port)
-    folder = Path(tempfile.mkdtemp(prefix="espalier-"))
+    folder, held = own_folder()
     settings = {**_settings(hosts), **(env or {}), FOLDER: str(folder)}
     count = 1 if hosts is None else hosts.nodes
     config = LaunchConfig(
@@ -140,14 +140,15 @@ def launch(
                 stopped = int(error.sigval)
             except dist.DistError as error:
                 raise LaunchError(f"the ranks could not be started: {first_line(error)}") from error
-        if stopped is not None:
-            signal.raise_signal(stopped)  # the caller's own handler, or the end of this process
-            raise LaunchError(f"stopped by {signal.Signals(stopped).name}")
     finally:
         if logs is None and kept:
             _clear(folder, kept)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+    if stopped is not None:
+        signal.raise_signal(stopped)  # the caller's own handler, or the end of this process
+        raise LaunchError(f"stopped by {signal.Signals(stopped).name}")
 
 
 def _settings(hosts: Hosts | None) -> dict[str, str]:
@@ -491,14 +492,14 @@ def spawn(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="espalier-") as folder:
-        work = (_portable(fn), dict(axes), args, n, port, folder, device_type)
+    with temporary_folder() as folder:
+        work = (_portable(fn), dict(axes), args, n, port, str(folder), device_type)
         try:
             torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
         except Exception:
-            _raise_cause(Path(folder), n)
+            _raise_cause(folder, n)
             raise
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(n)]
 
 
 class _ByValue:

@@ -12,7 +12,6 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch
 from rich.console import Console
 
 from espalier.faults.watchdog import watched
+from espalier.files import temporary_folder
 from espalier.mesh.hosts import Hosts, Task
 from espalier.mesh.launch import LaunchError, launch
 from espalier.mesh.process import finish, outlive_terminal, start
@@ -191,11 +191,10 @@ def _attempt(
     debug: bool,
     options: dict[str, Any],
 ) -> Any:
-    with tempfile.TemporaryDirectory(prefix="espalier-run-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         handed = {"raw": job.raw, "source": job.source, "debug": debug, "options": options}
         (folder / "job.json").write_text(json.dumps(handed, default=str), "utf-8")
-        argv = ["-m", "espalier.train.rank", action, name]
+        argv = ["-m", "espalier.train.rank", action, str(folder)]
         try:
             with _told_to_leave():
                 here = ranks if hosts is None else ranks // hosts.nodes

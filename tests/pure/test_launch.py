@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from espalier.files import temporary_folder
 from espalier.mesh.launch import LaunchError, _blame, _explain, launch
 from espalier.mesh.process import finish, start
 
@@ -223,9 +224,11 @@ def test_a_rank_that_is_killed_ends_the_others_soon(script, capfd):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_ranks_go_when_the_launcher_goes(tmp_path):
+def test_ranks_go_when_the_launcher_goes(tmp_path, monkeypatch):
     code = "import sys; from espalier.mesh.launch import launch; launch(sys.argv[1:], 2)"
     launchers = {}  # all at once: they wait most of the time
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     try:
         for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
             path = tmp_path / number.name / "script.py"
@@ -236,6 +239,7 @@ def test_ranks_go_when_the_launcher_goes(tmp_path):
                 [sys.executable, "-c", code, str(path)],
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                env={**os.environ, "TMPDIR": str(temporary)},
                 # a shell's background jobs ignore Ctrl-C, and so would what they start
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
@@ -253,6 +257,12 @@ def test_ranks_go_when_the_launcher_goes(tmp_path):
         for launcher in launchers.values():
             launcher.kill()
             launcher.wait()
+    (left,) = temporary.glob("espalier-*")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (temporary / "espalier-kept").mkdir()  # what ranks of a run that failed wrote
+    with temporary_folder() as folder, temporary_folder():
+        assert not left.exists() and folder.exists()
+    assert os.listdir(temporary) == ["espalier-kept"]
 
 
 def test_scripts_may_catch_ctrl_c(tmp_path):
