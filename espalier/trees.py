@@ -12,6 +12,8 @@ import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,9 +40,9 @@ def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
-        if not objects or not hasattr(tree, "__dict__"):
+        if not objects:
             return []
-        tree, objects = list(vars(tree).values()), objects - 1
+        tree, objects = [*attributes(tree).values()], objects - 1
     found: list[torch.Tensor] = []
     for x in tree:  # most are no containers: at once
         if type(x) in ATOMS:
@@ -50,6 +52,50 @@ def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
         else:
             found += tensors_in(x, objects)
     return found
+
+
+def attributes(x: Any) -> dict[str, Any]:
+    """What an object has of its own by name, in slots too."""
+    held = {**vars(x)} if hasattr(x, "__dict__") else {}
+    for kind in type(x).__mro__[:-1]:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            at = (
+                f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
+            )
+            if name not in ("__dict__", "__weakref__") and hasattr(x, at):
+                held[at] = getattr(x, at)
+    return held
+
+
+def object_map(fn: Callable[[Any], Any], tree: Any, kind: type, objects: int, left: tuple[type, ...]) -> Any:
+    """:func:`tree_map` of all leaves of a kind, also those in objects of other classes, which are copied.
+
+    Args:
+        fn: what is done with a leaf of the kind.
+        tree: the containers.
+        kind: of what is sought.
+        objects: how many objects of other classes, one within another, are opened.
+        left: classes of which none is.
+    """
+    copies: dict[int, Any] = {}
+
+    def opened(x: Any, objects: int) -> Any:
+        if isinstance(x, kind):
+            return fn(x)
+        if id(x) in copies:
+            return copies[id(x)]
+        if not objects or isinstance(x, (type, ModuleType, *left)):
+            return x
+        held = attributes(x)
+        if not any(isinstance(y, kind) for y in tensors_in([*held.values()], objects - 1)):
+            return x
+        copies[id(x)] = other = copy.copy(x)
+        for name, value in held.items():
+            object.__setattr__(other, name, tree_map(partial(opened, objects=objects - 1), value))
+        return other
+
+    return tree_map(partial(opened, objects=objects), tree)
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any, sought: tuple[type, ...] | None = None) -> Any:

@@ -47,7 +47,7 @@ from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
 from espalier.torch_private import is_a_view, raw
-from espalier.trees import tensors_in, tree_map
+from espalier.trees import object_map, tensors_in, tree_map
 
 _grad: Any = torch.Tensor.grad
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -154,7 +154,17 @@ class ModelCall:
 
 def plain_output(output: Any) -> Any:
     """A model's output with whole tensors, of this rank alone."""
-    return mapped(lambda x: full_tensor(x).detach() if isinstance(x, torch.Tensor) else x, output)
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return full_tensor(x).detach()
+        # of classes of their own; a model's own parameters stay what they are
+        return object_map(lambda y: full_tensor(y).detach(), x, DTensor, _OBJECTS, (nn.Module,))
+
+    return mapped(whole, output)
+
+
+_OBJECTS = 3  # one within another
 
 
 class Passes(ABC):

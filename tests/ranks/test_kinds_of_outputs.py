@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
+import espalier
 from tests.ranks.test_habits import Lay, batch, compare, net, stepped
 
 SGD = partial(torch.optim.SGD, lr=0.2)
@@ -199,6 +202,34 @@ def policies(lay: Lay) -> list[Any]:
         with torch.no_grad():
             out += [model(x)[1].stddev, model(x)[0].probs]
     return [*out, *model.parameters()]
+
+
+class Held:
+    """A class of one's own, which has its tensors in a slot, and in another object's attribute."""
+
+    __slots__ = ("inner", "logits")
+
+    def __init__(self, logits: torch.Tensor, norm: torch.Tensor) -> None:
+        self.logits, self.inner = logits, SimpleNamespace(norm=[norm], of=self, n=3)
+
+
+def predicted(rank: int, world: int) -> None:
+    """What an engine gives is plain, whatever it is in; a pipeline says what it cannot give."""
+    x = batch(0)[0].float()
+    torch.manual_seed(0)
+    plain = Giving(Held)
+    expected = plain(x)
+    for plan in ({"data": 2}, {"tensor": 2}, {"data": 2, "zero": 3}):
+        given = espalier.initialize(copy.deepcopy(plain), None, plan).predict(x)
+        assert type(given) is Held and given.inner.of is given and given.inner.n == 3
+        for value, whole in ((given.logits, expected.logits), (given.inner.norm[0], expected.inner.norm[0])):
+            assert type(value) is torch.Tensor and torch.allclose(value, whole, atol=1e-6)
+    with pytest.raises(TypeError, match="gives a Held, which holds tensors"):
+        espalier.initialize(copy.deepcopy(plain), None, {"pipe": 2}).predict(x)
+
+
+def test_predictions_are_plain(ranks: Any) -> None:
+    ranks(2, predicted)
 
 
 def compared(rank: int, world: int) -> None:

@@ -26,6 +26,7 @@ from espalier.parallel.pipeline.record import (
     name_of,
 )
 from espalier.tensor.before import is_of_torch
+from espalier.trees import attributes
 
 _STATISTICS = frozenset("running_mean running_var num_batches_tracked".split())
 
@@ -548,6 +549,6 @@ def holds_tensors(x: Any, depth: int = 4) -> bool:
         inner = x.values()
     elif isinstance(x, list | tuple | set):
         inner = x
-    elif hasattr(x, "__dict__"):
-        inner = list(vars(x).values())
+    else:
+        inner = [*attributes(x).values()]
     return any(holds_tensors(y, depth - 1) for y in inner)
