@@ -57,6 +57,7 @@ class Mesh:
             the pass: engines with stages here act before and after it. None where there are none.
         going: for each backward pass that a program makes, outermost first, what tells all ranks where it
             began (see ``espalier.tensor.told``): engines begin that.
+        before_going: what sees that such a pass begins, ``see_begin()``.
         asked: what tells values on parts of it to the other ranks (see ``espalier.tensor.asked``); None where
             there are none.
         rows: the axes whose ranks share the rows of a batch, by all engines on it.
@@ -122,6 +123,7 @@ class Mesh:
         self.copied: tuple[str, ...] = ()
         self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
         self.going: list[Any] = []
+        self.before_going: weakref.WeakSet[Any] = weakref.WeakSet()
         self.asked: Any = None
         self.rows: frozenset[int] = frozenset()
         self.put_together: dict[int, tuple[int, ...]] = {}

@@ -728,6 +728,24 @@ def functions_of_torchscript(lay: Lay) -> list[Any]:
     return [*losses, *model.parameters()]
 
 
+def penalties_by_themselves(lay: Lay) -> list[Any]:
+    """Of parameters: they go back after the loss, of an earlier graph too, and before it."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    losses = []
+    for step in range(4):
+        loss, penalty = loss_of(model, step), 0.1 * sum(p.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        for part in (penalty, loss) if step == 2 else (loss, penalty):
+            part.backward()
+        if step == 3:
+            (0.1 * next(model.parameters()).abs().sum()).backward()
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *model.parameters()]
+
+
 def losses_of_torchscript(lay: Lay) -> list[Any]:
     """A function and a module, of what the model gives."""
     model = net()
@@ -945,6 +963,7 @@ PROGRAMS = (
     rows_that_come_later,
     functions_of_torchscript,
     losses_of_torchscript,
+    penalties_by_themselves,
     copies_made_before,
     functions_that_torch_compiles,
     parameters_given,
@@ -982,6 +1001,7 @@ STAGED = (
     transforms_in_blocks,
     functions_of_torchscript,
     losses_of_torchscript,
+    penalties_by_themselves,
     statistics_in_the_order_of_calls,
     sparse_graphs,
     parameters_given,

@@ -58,9 +58,10 @@ CUT_AWAY = {"data": 2, "zero": 3, "offload": {"states": "host", "parameters": "h
 # the last keeps a copy of the model, which lies where its parameters do
 OF_DATA = (*habits.OF_DATA, habits.norms_that_are_synchronized)
 NOT_AWAY: dict[int, tuple[Any, ...]] = {
-    id(ALL_AWAY): OF_DATA,
+    # a graph of parameters that has not gone back yet has them as they are until these move
+    id(ALL_AWAY): (*OF_DATA, habits.penalties_by_themselves),
     # a layer that is added later, with an optimizer of its own, has its gradients elsewhere
-    id(CUT_AWAY): (*OF_DATA, habits.changes_of_the_model),
+    id(CUT_AWAY): (*OF_DATA, habits.penalties_by_themselves, habits.changes_of_the_model),
 }
 
 

@@ -246,6 +246,19 @@ class Gradients:
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
 
+    def see_begin(self) -> None:
+        """A backward pass begins, that nobody may tell of: gradients that are finished are not to be met."""
+        if self._looks_ahead or self._is_open or not self.reduced:
+            return
+        with raw():
+            are_there = any(
+                _grad.__get__(m.p) is not None or "_reduced" in m.p.__dict__
+                for chunk in self.chunks
+                for m in chunk.members
+            )
+        if are_there:
+            self._look_ahead()
+
     def _look_ahead(self) -> None:
         """Be told, from now on, before a gradient is added to what there is, and not only after.
 
@@ -620,6 +633,7 @@ class AllGradients:
         """Have this called when a gradient comes outside a pass: is what it adds to finished?"""
         for part in self.parts:
             part.unannounced = unannounced
+            part.mesh.before_going.add(part)
 
     @property
     def chunks(self) -> list[Chunk]:

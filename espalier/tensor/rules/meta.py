@@ -245,6 +245,8 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     for mesh in meshes:
         if mesh.outermost.beside is not None:
             return mesh.outermost.beside(roots, go)
+    for engaged in {each for mesh in dict.fromkeys(meshes) for each in mesh.before_going}:
+        engaged.see_begin()
     telling = Telling(roots)
     passes = {id(mesh.going): mesh.going for mesh in meshes}.values()
     for of_mesh in passes:
