@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributions import Distribution, kl_divergence
@@ -46,7 +46,7 @@ from espalier.engine.row_order import picked, picks
 from espalier.tensor import full_tensor
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame, writes_by_operator
-from espalier.torch_private import all_given, memory_id
+from espalier.torch_private import all_given, memory_id, plain_call
 from espalier.trees import leaves, tree_map
 
 _STORED = frozenset("layout is_sparse is_quantized is_nested".split())
@@ -54,6 +54,7 @@ ATTRIBUTES = _STORED | frozenset("shape ndim dtype device requires_grad".split()
 QUESTIONS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())
 _OF_DICTS = frozenset("get items keys values".split())
 _OF_GRADIENTS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
+_OF_COUNTS = frozenset(getattr(operator, name) for name in "add sub mul floordiv mod pow neg".split())
 _OF_KIND = _STORED | frozenset(  # Python goes by it
     "dtype ndim dim ndimension is_floating_point is_complex".split()
 )
@@ -281,7 +282,7 @@ class Awaited(Kept):
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
             inner, parts = whole._step.args
-            if not isinstance(inner, Awaited) or not isinstance(parts, int | float):
+            if not isinstance(inner, Awaited) or type(parts) not in (int, float):
                 break
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
             inner._is_retained = whole._is_retained
@@ -490,6 +491,66 @@ class Awaited(Kept):
     __hash__ = object.__hash__
 
 
+class Count(Awaited, int):
+    """How long an output, or what was made of it, is in a dim, where a loss is computed on parts of the rows.
+
+    As a number it is that of all rows, which whoever knows nothing of outputs takes: ``torch.zeros(n, m)``,
+    ``range(n)``. In calls on outputs, ``out.view(n, -1)``, it is each part's own.
+    """
+
+    __torch_function__ = plain_call  # type: ignore[assignment]
+
+    def __new__(cls, number: int, source: Source, step: Step | None) -> Self:
+        return int.__new__(cls, number)
+
+    def __init__(self, number: int, source: Source, step: Step | None) -> None:
+        super().__init__(source, step)
+
+    def value(self) -> int:
+        return int.__int__(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return int, (self.value(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> int:
+        return self.value()
+
+
+def _compared(name: str) -> Callable[..., Any]:
+    of_outputs, of_numbers = getattr(Awaited, name), getattr(int, name)
+
+    def compared(self: Count, other: Any) -> Any:
+        return of_numbers(self, other) if isinstance(other, int) else of_outputs(self, other)
+
+    return compared
+
+
+def as_count(made: Awaited) -> Awaited:
+    """What a call gives, as the number that it is, if it is a size or made of sizes."""
+    step = made._step
+    if step is None or not (step.func in _OF_COUNTS or step.func is operator.getitem or _sizes(made)):
+        return made
+    of = step.args[0] if step.args else None
+    if step.func in _OF_COUNTS and not all(type(x) in (int, Count) for x in step.args):
+        return made
+    if step.func is operator.getitem and not (isinstance(of, Awaited) and _sizes(of)):
+        return made
+    number = made._shapes()
+    return Count(number, made._source, step) if type(number) is int else made
+
+
+def _sizes(of: Awaited) -> bool:
+    """Whether it is the shape of something, or one of its sizes."""
+    step = of._step
+    if step is None:
+        return False
+    if step.func is call and isinstance(step.args[0], Awaited) and (within := step.args[0]._step) is not None:
+        return within.func is getattr and within.args[1] in _OF_ROWS
+    return (step.func is getattr and step.args[1] == "shape") or (
+        getattr(step.func, "__name__", "") in _OF_ROWS
+    )
+
+
 def _place_of(frame: FrameType) -> tuple[int, int]:
     return id(frame), frame.f_lasti
 
@@ -528,6 +589,11 @@ for _name in "and or xor".split():
     setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, f"__{_name}__"), swaps=True))
 for _name in "eq ne lt le gt ge neg invert abs".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
+
+
+for _name in "eq ne lt le gt ge".split():
+    setattr(Count, f"__{_name}__", _compared(f"__{_name}__"))
+Count.__hash__ = int.__hash__  # type: ignore[method-assign,assignment]
 
 
 def is_number(x: Any) -> bool:

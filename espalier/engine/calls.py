@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from espalier.engine.awaited import SEVERAL, Awaited, done, in_call, value_of
+from espalier.engine.awaited import SEVERAL, Awaited, as_count, done, in_call, value_of
 from espalier.engine.awaited_source import Source
 from espalier.engine.gradients import go_back, gradients
 from espalier.engine.kept import PARTS, SOUGHT, UNKNOWN, call, step_of
@@ -66,7 +66,7 @@ def _of_calls(
             made._is_drawn = True
         elif made._shapes() is None:  # it gives nothing: it does something
             return done(func, args, kwargs)
-    return made.value() if is_over else made  # as metrics take it: a tensor
+    return made.value() if is_over else as_count(made)  # as metrics take it: a tensor
 
 
 def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -215,7 +215,8 @@ class _Walk:
 
     def _is_tensor(self, of: Any) -> bool:
         """Not a size of one."""
-        return not isinstance(of._shapes(), int | float | tuple) or _is_whole(of)
+        shapes = of._shapes()
+        return not isinstance(shapes, int | float | tuple) or (_is_whole(of) and not isinstance(shapes, int))
 
     def _length(self, way: int | torch.Tensor | str) -> int:
         if isinstance(way, str):

@@ -77,6 +77,19 @@ def by_size(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (similar.log_softmax(1) * mask).sum() / n
 
 
+def by_count(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Tensors made by the sizes of an output, as numbers of their own, and numbers made of these."""
+    out, _ = model(x)
+    n, m = out.shape
+    assert n == ROWS > m and {n: 1}[len(out)] and m in (n // 2, 4)
+    first = torch.zeros(n, m)
+    first[:, 0] = 1.0
+    wide = first + torch.ones(m).expand(n, m) + out.new_zeros(n, m) + torch.full((n, m), 0.5)
+    place = torch.arange(n) / len(out) + torch.linspace(0, 1, out.size(0)) + torch.empty(n).fill_(0.1)
+    far = (torch.arange(n * m) % 5).view(n, m)
+    return (out.view(n, -1) * wide * place[:, None] + far).square().sum() / (n * m)
+
+
 def in_place(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     out, _ = model(x)
     similar = out @ out.T
@@ -90,7 +103,7 @@ def hooked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, y)
 
 
-LOSSES = (written, binned, of_two_calls, with_penalty, row_by_row, by_size, in_place, hooked)
+LOSSES = (written, binned, of_two_calls, with_penalty, row_by_row, by_size, by_count, in_place, hooked)
 
 
 def run(loss_of: Callable[..., torch.Tensor], plan: dict[str, Any] | None, rows: str = "all") -> torch.Tensor:
@@ -175,6 +188,7 @@ OF_OWN = (
     with_penalty,
     row_by_row,
     by_size,
+    by_count,
     in_place,
     contrastive,
     of_two_views,
