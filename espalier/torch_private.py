@@ -939,3 +939,9 @@ def past_autocast_key() -> Any:
 def autocast_operators() -> list[str]:
     """The operators that autocast knows on CPUs, as ``aten::name.overload``."""
     return list(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))
+
+
+def keep_own_list(optimizer: torch.optim.Optimizer) -> None:
+    """Let LBFGS, which keeps the list of its parameters beside its group, have the one that stands there."""
+    if "_params" in vars(optimizer):
+        optimizer._params = optimizer.param_groups[0]["params"]  # type: ignore[attr-defined]

@@ -7,9 +7,10 @@ checkpoints, loads and changes by the program go as they do elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel.fused import holding
 from espalier.tensor import DTensor, plain, stamp
-from espalier.torch_private import raw, setter
+from espalier.torch_private import keep_own_list, raw, setter
 from espalier.trees import leaves, tree_map
 
 _PIPE = "pipe"
@@ -33,6 +34,8 @@ _set_grad = setter("grad")
 def take_all_stages(optimizer: torch.optim.Optimizer) -> None:
     """Let each step of an optimizer be made of the parameters of all stages."""
     optimizer._takes_all_stages = True  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step = MethodType(_step_by_closure, optimizer)  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -55,6 +58,44 @@ def of_all_stages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for copy in copies.values():
             optimizer.state.pop(copy, None)
+
+
+def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -> Any:
+    """A step that asks for the loss itself, with the parameters of all stages (collective).
+
+    All ranks go the same way: they have the same numbers.
+    """
+    loss = closure()  # as the step begins, and as the first batch lays the model out
+    own = [group["params"] for group in optimizer.param_groups]
+    held = [p for params in own for p in params if type(p) is DTensor]
+    calls = 0
+    try:
+        with of_all_stages(optimizer):
+            every = [group["params"] for group in optimizer.param_groups]
+            copies = [p for params in every for p in params if type(p) is DTensor]
+            keep_own_list(optimizer)
+
+            def found() -> Any:
+                nonlocal calls, loss
+                calls += 1
+                if calls > 1:
+                    _hold(optimizer, own)
+                    loss = closure()
+                    _hold(optimizer, every)
+                    grads = {i: [p.grad] for i, p in enumerate(held) if p._layout.mesh.is_member}
+                    with raw():
+                        for i, (grad,) in _brought(grads, held[0]._layout.mesh.outermost).items():
+                            _set_grad(copies[i], grad)
+                return loss
+
+            return type(optimizer).step(optimizer, found)
+    finally:
+        keep_own_list(optimizer)
+
+
+def _hold(optimizer: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]]) -> None:
+    for group, held in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = held
 
 
 @dataclass(frozen=True)
@@ -85,29 +126,34 @@ def _copies(
 ) -> Mapping[int, torch.Tensor]:
     """Of the parameters of other stages, by ``id``, what they are there, as they lie on the ranks of this
     one; the optimizer has their states."""
+    own = {i: [p, p.grad, optimizer.state.get(p, {})] for i, p in enumerate(held) if p._layout.mesh.is_member}
+    copies = dict[int, torch.Tensor]()
+    with raw():
+        for i, (copy, grad, state) in _brought(own, whole).items():
+            _set_grad(copy, grad)
+            optimizer.state[copy.requires_grad_(held[i].requires_grad)] = state
+            copies[id(held[i])] = copy
+    return copies
+
+
+def _brought(own: Mapping[int, Any], whole: Mesh) -> dict[int, Any]:
+    """What other stages have, by number, as it lies on the ranks of this one; each has its ``own``."""
     axis = whole.axis(_PIPE)
     here = whole.coordinate[axis]
     stage = at(whole, axis, here)
-    own = {i: [p, p.grad, optimizer.state.get(p, {})] for i, p in enumerate(held) if p._layout.mesh.is_member}
     told = gather_objects({i: tree_map(_Told.of, of) for i, of in own.items()}, whole[(_PIPE,)])
-    copies = dict[int, torch.Tensor]()
-    with raw():
-        for i, p in enumerate(held):
-            home = next((number for number, of in enumerate(told) if i in of), None)
-            if home is None:
-                continue
-            tensors = iter(leaves(own[i], torch.Tensor) if home == here else ())
+    brought = dict[int, Any]()
+    for i in sorted({i for of in told for i in of}):
+        home = next(number for number, of in enumerate(told) if i in of)
+        tensors = iter(leaves(own[i], torch.Tensor) if home == here else ())
 
-            def sent(x: Any, home: int = home, tensors: Iterator[torch.Tensor] = tensors) -> Any:
-                return _sent(x, tensors, whole, axis, home, stage) if isinstance(x, _Told) else x
+        def sent(x: Any, home: int = home, tensors: Iterator[torch.Tensor] = tensors) -> Any:
+            return _sent(x, tensors, whole, axis, home, stage) if isinstance(x, _Told) else x
 
-            copy, grad, state = tree_map(sent, told[home][i])
-            if i in own:
-                continue
-            _set_grad(copy, grad)
-            optimizer.state[copy.requires_grad_(p.requires_grad)] = state
-            copies[id(p)] = copy
-    return copies
+        tree = tree_map(sent, told[home][i])
+        if i not in own:
+            brought[i] = tree
+    return brought
 
 
 def _sent(

@@ -82,10 +82,10 @@ def check_plan_of_closures(
     """
     precision, offload = plan.precision, plan.offload
     against = {
-        f"pipe = {plan.pipe}": plan.pipe > 1 and not stages,
+        f"pipe = {plan.pipe}": plan.pipe > 1 and not (stages or isinstance(optimizer, torch.optim.LBFGS)),
         f"branch = {plan.branch}": plan.branch > 1,
         # all micro-batches go through stages in one backward pass
-        f"accumulate = {plan.accumulate}": plan.accumulate > 1 and not (stages and plan.pipe > 1),
+        f"accumulate = {plan.accumulate}": plan.accumulate > 1 and plan.pipe == 1,
         f"clip = {plan.clip}": plan.clip is not None,
         f"precision = {precision}": precision.parameters is not None or precision.scales,
         "offload": bool(offload.away) or offload.is_by_budget,
@@ -113,9 +113,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
         )
     check_beside(beside, plan)
     _refuse_of_two_models(optimizer, model)
+    if plan.pipe > 1:
+        for part in filter(steps_by_closure, parts_of(optimizer)):
+            warnings.warn(_BY_CLOSURE.format(type(part).__name__), stacklevel=user_frame()[0])
+            take_all_stages(part)
     if plan.pipe > 1 or plan.branch > 1:
         for part in filter(makes_one_of_all, parts_of(optimizer)):
             _let_take_all(part, plan)
+
+
+_BY_CLOSURE = (
+    "{}.step(closure) asks for the loss as often as it likes. In a pipeline the ranks send one another all "
+    "parameters and states for each step, and all gradients after each call of the closure, and each updates "
+    "them all: that takes time, and memory while it lasts."
+)
 
 
 def _let_take_all(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -32,15 +32,18 @@ _FAST = 1.0  # a learning rate at which they soon do; the optimizer's own may be
 _ROUNDING = 0.02  # of how far a parameter has come
 
 
+_GIVEN = "_step_with_a_loss"
+
+
 def shadow_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer again, with some of its parameters, the same states, and no hooks."""
     if isinstance(optimizer, Several):
         return Several([shadow_of(part, parameters) for part in optimizer.parts])
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
-    step = type(optimizer).step
+    step = vars(optimizer).get(_GIVEN, type(optimizer).step)
     if getattr(step, "hooked", False):  # by torch.optim.Optimizer: what is within runs no hooks
-        step = step.__wrapped__  # type: ignore[attr-defined]
+        step = step.__wrapped__
     shadow.step = partial(step, shadow)  # type: ignore
     shadow.step.hooked = False  # type: ignore[attr-defined]
     forget_step_hooks(shadow)
@@ -81,8 +84,11 @@ def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
         return False
     cpu, (one, two) = torch.device("cpu"), map(_clipping_alike, (_whole, _on_two_ranks))
     ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
-    if ends is None and calls_within(optimizer):
-        return False  # its step is no part of the engine's
+    if ends is None and (within := calls_within(optimizer)) is not None:
+        if within:
+            return False  # its step is no part of the engine's
+        one, two = map(_given_loss, (one, two))  # it asks for that (AliG)
+        ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
     if ends is None:
         warnings.warn(
             f"{type(optimizer).__name__} could not be tried on small tensors. In a pipeline, and with "
@@ -336,6 +342,21 @@ def _copied(
     for group in twin.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in ids]
     return twin
+
+
+def _given_loss(way: Way) -> Way:
+    """A way in which each step is given a closure, whose loss is one."""
+
+    def made(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
+        own = type(optimizer).step
+
+        def given(self: torch.optim.Optimizer) -> Any:
+            return own(self, partial(torch.ones, ()))  # type: ignore
+
+        vars(optimizer).update({_GIVEN: given, "step": partial(given, optimizer)})
+        return way(optimizer, params)
+
+    return made
 
 
 class _Clipping:

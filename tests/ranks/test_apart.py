@@ -210,6 +210,19 @@ class Asking(Own):
         return loss
 
 
+class Polyak(Asking):
+    """By the loss, and the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        norm = sum(p.grad.square().sum() for _, p in self.held)
+        for _, p in self.held:
+            p.sub_(p.grad, alpha=float(loss.detach()) / float(norm + 1.0))
+        return loss
+
+
 ALONE = (Own, Counted, Stacked)
 TOGETHER = (Limited, Estimating, Counting, Listing, averaging, Clipping)
 OF_ALL = (Limited, Estimating)
@@ -228,7 +241,7 @@ def by_closures(rank: int, world: int) -> None:
         {"pipe": 2, "accumulate": 2},
     ]
     try:
-        for kind in (Aside, Asking):
+        for kind in (Aside, Asking, Polyak):
             expected = trained(kind, None, by_closure=True)
             for plan in plans:
                 with warnings.catch_warnings():
@@ -312,6 +325,8 @@ def test_steps_that_call_a_closure_within_equal_one_process(ranks: Any) -> None:
 def test_how_an_optimizer_calls_a_closure_is_tried() -> None:
     found = {kind: calls_within(kind(net().parameters())) for kind in (Own, Asking, Aside, torch.optim.Adam)}
     assert found == {Own: False, Asking: False, Aside: True, torch.optim.Adam: False}
+    assert not makes_one_of_all(Asking(net().parameters()))
+    assert makes_one_of_all(Polyak(net().parameters()))
 
 
 def test_what_an_optimizer_does_is_tried() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,23 @@ def residual(model: Any, step: int) -> torch.Tensor:
     return (du[:, :1] + u * du[:, 1:] - torch.sin(3 * x[:, :1])).square().mean()
 
 
-def solve(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+def error(model: Any, step: int) -> torch.Tensor:
+    x = torch.rand(8, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return (model(x) - torch.sin(3 * x[:, :1])).square().mean()
+
+
+def solve(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 3,
+    loss_of: Callable[[Any, int], torch.Tensor] = residual,
+) -> list[float]:
     losses = []
     for step in range(steps):
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = residual(model, step)
+            loss = loss_of(model, step)
             loss.backward()
             return loss
 
@@ -66,6 +77,22 @@ def on_two(rank: int, world: int) -> None:
         assert model.engine.steps == 3
 
 
+def in_stages(rank: int, world: int) -> None:
+    """All ranks have all parameters and gradients while the step goes."""
+    plain = net()
+    expected = solve(plain, lbfgs(plain), 3, error)
+    for plan in ({"pipe": 2}, {"pipe": 2, "accumulate": 2}):
+        ours = net()
+        with pytest.warns(UserWarning, match=r"LBFGS.step\(closure\) .* send one another all"):
+            model, optimizer = espalier.prepare(ours, lbfgs(ours), plan=plan)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
+        assert solve(model, optimizer, 3, error) == pytest.approx(expected, abs=TOLERANCE), plan
+        schedule.step()
+        for name, x in model.engine.full_state_dict().items():
+            assert (x - plain.state_dict()[name]).abs().max() < TOLERANCE, (plan, name)
+        assert model.engine.steps == 3 and all(p.requires_grad for p in optimizer.param_groups[0]["params"])
+
+
 def resumed(rank: int, world: int, folder: str) -> None:
     """With the curvature that it has gathered, under another plan too."""
     for plan in PLANS[2:]:
@@ -81,7 +108,6 @@ def resumed(rank: int, world: int, folder: str) -> None:
 
 def refused(rank: int, world: int) -> None:
     for plan, why in (
-        ({"pipe": 2}, "pipe = 2"),
         ({"data": 2, "precision": "bfloat16"}, "precision = bfloat16"),
         ({"data": 2, "clip": 1.0, "offload": {"states": "host"}}, r"clip = 1.0, offload"),
     ):
@@ -99,6 +125,10 @@ def refused(rank: int, world: int) -> None:
 
 def test_a_closure_is_called_as_on_one_process(ranks: Any) -> None:
     ranks(2, on_two)
+
+
+def test_a_closure_is_called_with_all_stages(ranks: Any) -> None:
+    ranks(2, in_stages)
 
 
 def test_a_run_with_closures_goes_on(ranks: Any, tmp_path: Path) -> None:
