@@ -80,6 +80,11 @@ def dividing() -> bool:
     return _has_mode("divides")
 
 
+def answering() -> bool:
+    """Whether collectives are not made, but answered (see ``espalier.tensor.rules.across_ranks``)."""
+    return _has_mode("answers")
+
+
 def _has_mode(what: str) -> bool:
     modes = function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
     return any(getattr(mode, what, False) for mode in modes)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functions
 import torch.nn.functional as F
 from torch import nn
 
@@ -153,6 +154,24 @@ def test_losses_that_scripts_reduce_by_hand(ranks: Any, plan: dict[str, int], ro
     ranks(math.prod(plan.values()), of_losses, plan, rows)
 
 
+def summed(x: torch.Tensor) -> torch.Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+class Reduced(torch.autograd.Function):
+    """As tensor parallelism by hand has it: a sum on the way back, by a function of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return summed(grad)
+
+
 class Codebook(nn.Module):
     """Sums over ranks what it counts, as codebooks and norms of other libraries do."""
 
@@ -173,7 +192,8 @@ class Codebook(nn.Module):
             dist.broadcast(parts[0], 0)
             self.total.lerp_(total, 0.5)
             self.seen.add_(torch.stack(parts).sum(0))
-        return h + self.total
+        h = h + 0.1 * dist_functions.all_reduce(h) - 0.2 * sum(dist_functions.all_gather(h))
+        return Reduced.apply(h) + self.total  # type: ignore[no-untyped-call]
 
 
 class Decides(nn.Sequential):
@@ -206,7 +226,8 @@ def of_forward(rank: int, world: int, plan: dict[str, int]) -> None:
             assert (a - b).abs().max() < 1e-10, (kind, a, b)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed.all_")
+@pytest.mark.filterwarnings("ignore:torch.distributed.(all_|nn)")
+@pytest.mark.filterwarnings("ignore:The autograd function")
 @pytest.mark.filterwarnings("ignore:Graph cannot be split|.*cannot be split")
 @pytest.mark.parametrize("plan", [{"pipe": 2}, {"data": 2, "pipe": 2}])
 def test_collectives_in_a_models_forward(ranks: Any, plan: dict[str, int]) -> None:

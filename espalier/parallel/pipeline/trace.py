@@ -62,6 +62,7 @@ from espalier.tensor.rules.across_ranks import (
     as_if_all_had_it,
     barriers_passed,
     collectives_known,
+    meets_in_backward,
     meets_ranks,
 )
 from espalier.tensor.traces import Generators
@@ -608,6 +609,7 @@ class _Recorder(TorchFunctionMode):
             out = function.apply(*args, **kwargs)  # type: ignore[attr-defined]
         finally:
             self._quiet -= 1
+            self._meets = self._meets or meets_in_backward(function)
             if self._meets:
                 self.trace.meets.add(function.apply)  # type: ignore[attr-defined]
             self._meets = self._meets or meets

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from espalier.layout import Layout, same_data
 from espalier.meanwhile import having
 from espalier.sharding.spec import special
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
+from espalier.tensor.fallback import function_of
+from espalier.tensor.names import is_known, names_in
 from espalier.tensor.observers import user_frame
 from espalier.trees import tensors_in, tree_map
 
@@ -118,10 +121,14 @@ class AllHaveIt(TorchFunctionMode):
     of other stages do not come to the call.
     """
 
+    answers = True
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         call = partial(as_if_all_had_it, func) if meets_ranks(func) else func
+        if call is func and (function := function_of(func)) is not None and meets_in_backward(function):
+            call = _going_back(function).apply
         return call(*args, **(kwargs or {}))
 
     def __enter__(self) -> Any:
@@ -180,14 +187,68 @@ def meets_ranks(func: Any) -> bool:
     return getattr(func, "__name__", "") == "apply" and getattr(func, "__self__", None) in _WITH_GRADIENTS
 
 
+_NAMES = frozenset(func.__name__ for func in COLLECTIVES)
+_MOST = 100  # functions that are looked at
+
+
+@functools.lru_cache(maxsize=256)
+def meets_in_backward(function: Any) -> bool:
+    """Whether the backward of an autograd function may call collectives, by the names in its code."""
+    waiting, seen = [function.backward], set[Any]()
+    while waiting and len(seen) < _MOST:
+        f = inspect.unwrap(waiting.pop())
+        if isinstance(f, FunctionType) and f not in seen and not is_known(f):
+            seen.add(f)
+            names = {*names_in(f.__code__)}
+            if names & _NAMES:
+                return True
+            waiting += [x for name in names if callable(x := f.__globals__.get(name))]
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _going_back(function: Any) -> Any:
+    """The same function, whose collectives give in the backward pass, too, what :class:`AllHaveIt` says."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with collectives_known():
+            return function.backward(ctx, *grads)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
+
+
+def _all_reduced(op: Any, group: Any, x: torch.Tensor) -> torch.Tensor:
+    if op == dist.ReduceOp.SUM:
+        return x * dist.get_world_size(group)
+    if op not in _ALIKE:
+        raise NotImplementedError(f"torch.distributed.nn.all_reduce by {op} in a pipeline")
+    return x.clone()
+
+
+def _all_gathered(group: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.clone() for _ in range(dist.get_world_size(group)))
+
+
+# of torch.distributed.nn.functional's, those that give all ranks the same, with the same gradients
+_DIFFERENTIABLE: dict[str, tuple[str, Callable[..., Any]]] = {
+    "_AllReduce": ("all_reduce", _all_reduced),
+    "_AllGather": ("all_gather", _all_gathered),
+}
+
+
 def as_if_all_had_it(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A collective's outcome where all ranks of its group call it with what this one has.
 
     Raises:
         NotImplementedError: it gives each rank another value, or has gradients of its own.
     """
+    name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)  # an autograd function's
+    if name in _DIFFERENTIABLE:
+        name, outcome = _DIFFERENTIABLE[name]
+        *op, group, _ = args
+        warn(name, {"group": group, **dict(zip(("op",), op, strict=False))})
+        return outcome(*args)
     if func not in _KNOWN_OUTCOMES:
-        name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)  # an autograd function's
         raise NotImplementedError(
             f"torch.distributed.{name} in the forward of a model in a pipeline: ranks of other "
             "stages do not come to it. What the model computes is of the whole batch already: leave the call "
