@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.comm.control import Ballot, gather_objects, numbers_of_all
+from espalier.comm.control import Ballot, compared_with_first, gather_objects, numbers_of_all
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline import ActionKind
 from espalier.parallel.pipeline.observed import Observed, is_of_modules, only_looks
@@ -127,12 +127,14 @@ class Observers:
                 is_own = made_in(hook, "espalier", "torch", "transformers")
                 if not is_own and not is_of_modules(hook, self._modules) and only_looks(hook):
                     hooks[key] = Observed(self, hook, name, table, key)
-        self._calls += 1
+        self._calls, is_first = self._calls + 1, not self._calls
         all_hooks = (x for hooks in self._tables for x in hooks.values()) if has_any else ()
         self._hooks = [x for x in all_hooks if isinstance(x, Observed)]
         taken, before = [(x.module, x.table) for x in self._hooks], self._taken
         self._taken = taken
-        if self._is_agreed:
+        if is_first and not self._mesh.is_dry:
+            self._is_agreed = self._all_begin_with_them() and bool(taken)
+        elif self._is_agreed:
             self._is_agreed = self._all_have_them_yet(before) and bool(taken)
         elif taken != before:
             self._is_agreed = bool(taken) and self._all_have_them()
@@ -145,12 +147,22 @@ class Observers:
         within = _WAIT_AGAIN if self._came_alone else _WAIT
         if self._ballot is None or self._ballot.all_come(f"{self._calls}/{self._said().hex()}", within):
             return self._ballot is not None
+        self._tell_alone()
+        return False
+
+    def _all_begin_with_them(self) -> bool:
+        """Whether all ranks have the same when the model is called first, to which all come."""
+        _, is_so = compared_with_first(self._mesh, b"", self._said(), "hooks of modules")
+        if not is_so and self._taken:
+            self._tell_alone()
+        return is_so
+
+    def _tell_alone(self) -> None:
         self._came_alone = True
         warnings.warn(
             f"Module {self._taken[0][0]!r} has a hook on this rank, and not on all. {_ALONE}",
             stacklevel=user_frame()[0],
         )
-        return False
 
     def _all_have_them_yet(self, before: Sequence[tuple[str, str]]) -> bool:
         """Whether all ranks have the same, as they had before (a collective: who has none now comes, too)."""
