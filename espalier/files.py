@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -112,15 +113,20 @@ def is_held(path: Path) -> bool:
 def own_folder() -> tuple[Path, int]:
     """A folder of this process for a while, and the file by which it is held; what killed ones left goes.
 
-    What is to stay there goes on without the file ``held``.
+    What is to stay there goes on without the file ``held``. It names the host: hosts may share the folder for
+    temporary files, and not see each other's locks there.
     """
-    prefix = "espalier-"
+    prefix, host = "espalier-", socket.gethostname()
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
-        if not is_held(left):
-            shutil.rmtree(left.parent, ignore_errors=True)
+        with suppress(OSError):
+            if left.read_text() == host and not is_held(left):
+                shutil.rmtree(left.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    file = hold(folder / f"{_LOCK}.new")
-    (folder / f"{_LOCK}.new").rename(folder / _LOCK)
+    new = folder / f"{_LOCK}.new"
+    new.write_text(host)
+    file = hold(new)
+    if is_held(new):  # else this file system has no locks, and nobody could tell
+        new.rename(folder / _LOCK)
     return folder, file
 
 
