@@ -414,6 +414,10 @@ class Counting(Watcher):
         mixed = next((m for m in before if type(m) is Mixture), None) if marked else None
         if mixed is None and func in OF_CLASSES:
             out = _of_classes(func, args, kwargs, go)
+        elif marked and mixed is None and _is_quotient(func, dtensors, before):
+            # a micro-batch that counts nothing adds nothing: it is no 0 / 0, as the whole batch is none
+            out = func(args[0], torch.where(dtensors[1] == 0, 1, dtensors[1]))
+            out.__dict__.pop("_mark", None)  # it is marked below, as what the program has called
         else:
             out = go()
         if mixed is None and len(dtensors) > 1 and self._meet(func, dtensors):
@@ -518,6 +522,12 @@ def _of_rows(func: Any, name: str, args: Any, kwargs: Any, out: DTensor) -> Mark
         return Rows(masked or out.ndim == args[0].ndim)
     module = getattr(RULES.get(func), "__module__", "").rpartition(".")[2]
     return Rows(module in ("pointwise", "views", "joining") or name in _BY_ROWS)
+
+
+def _is_quotient(func: Any, dtensors: list[DTensor], before: list[Mark | None]) -> bool:
+    """Whether a call makes a mean of a sum, by a sum of weights: one that has no gradient of its own."""
+    is_of_sums = len(before) == 2 and type(before[0]) is Sum and type(before[1]) is Sum
+    return is_of_sums and getattr(func, "__name__", "") in _DIV and not dtensors[1].requires_grad
 
 
 def mark_of(x: Any) -> Mark | None:
@@ -630,7 +640,8 @@ def _combined(
     if name in _DIV and len(args) == 2:
         if means and not sums and len(means) == 1 and before[0] is means[0] and args[0] is dtensors[0]:
             return means[0]
-        if len(sums) == 2:
+        # a divisor with a gradient is no weight: the gradient of such a quotient is no mean of gradients
+        if len(sums) == 2 and not dtensors[1].requires_grad:
             return Mean((sums[1].value,))
     if name in ("clamp", "clamp_min", "clip") and alone and sums:
         low, high = _bounds(args, kwargs)

@@ -152,6 +152,7 @@ SEEN: dict[str, Callable[..., Any]] = {
     "two": lambda z, y, m, w: F.mse_loss(z, y) - 0.5 * F.l1_loss(z, y, reduction="mean"),
     "sum": lambda z, y, m, w: F.mse_loss(z, y, reduction="sum"),
     "masked": masked,
+    "masked alone": lambda z, y, m, w: ((z - y).square().sum(-1) * m).sum() / m.sum(),
     "masked tokens": lambda z, y, m, w: masked_tokens(z, y, m + 1, w),
     "ignored": lambda z, y, m, w: F.cross_entropy(z, classes(m)),
     "smooth": lambda z, y, m, w: nn.CrossEntropyLoss(label_smoothing=0.1)(z, classes(m)),
@@ -163,12 +164,20 @@ SEEN: dict[str, Callable[..., Any]] = {
     "rows": lambda z, y, m, w: F.multi_margin_loss(z, y.argmax(-1)),
     "kl": lambda z, y, m, w: F.kl_div(z.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
     "composite": lambda z, y, m, w: F.gaussian_nll_loss(z, y, y.square() + 1),
+    "weighed apart": lambda z, y, m, w: (
+        ((z - y).square().sum(-1) * z[:, 0].exp().detach()).sum() / z[:, 0].exp().detach().sum()
+    ),
     "two views": lambda z, y, m, w: F.mse_loss(*torch.cat([z.sin(), y]).chunk(2)),
     "some features": lambda z, y, m, w: F.mse_loss(z[:, 1:], y.narrow(1, 1, 3)),
 }
 UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "different counts": (lambda z, y, m, w: F.mse_loss(z, y) + F.cross_entropy(z, classes(m)), "adds up"),
     "a divided sum": (lambda z, y, m, w: F.mse_loss(z, y, reduction="sum") / len(z), "met in"),
+    "a quotient": (lambda z, y, m, w: z.square().sum() / z.abs().sum(), "met in 'div'"),
+    "weighed by itself": (
+        lambda z, y, m, w: ((z - y).square().sum(-1) * z[:, 0].exp()).sum() / z[:, 0].exp().sum(),
+        "met in 'div'",
+    ),
     "normalized": (lambda z, y, m, w: ((z - y).abs().sum(-1) * m / m.mean()).mean(), "met in"),
     "a root": (lambda z, y, m, w: F.mse_loss(z, y).sqrt(), "met in 'sqrt'"),
     "statistics": (lambda z, y, m, w: F.mse_loss(z.mean(0), w.sum(-1)), "met in 'mean'"),
