@@ -45,7 +45,7 @@ from espalier.tensor.loans import whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
 from espalier.tensor.observers import user_frame
-from espalier.tensor.random import drawing_alike, true_seeds
+from espalier.tensor.random import filled_by_key, true_seeds
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded, went_back
 from espalier.tensor.uncompiled import follow_compiler
@@ -113,7 +113,8 @@ def install() -> None:
     base.apply = classmethod(apply)  # type: ignore[assignment]
     torch.autograd.backward = _backward(torch.autograd.backward)
     torch.initial_seed = torch.random.initial_seed = true_seeds(torch.random.initial_seed)
-    torch.nn.init.sparse_ = _drawing_alike(torch.nn.init.sparse_)
+    for name in ("orthogonal_", "sparse_", "trunc_normal_"):
+        setattr(torch.nn.init, name, filled_by_key(getattr(torch.nn.init, name)))
     wrap_door("conversion", typed_conversion)
     wrap_door("backward hooks", fallback.typed_hooks)
     # checkpointing compares what it saved with what it recomputes: local parts both, wherever it asks
@@ -296,19 +297,6 @@ def _seeing_locals(dispatching: Callable[..., Any]) -> Callable[..., Any]:
 
     on_locals._espalier = True  # type: ignore[attr-defined]
     return on_locals
-
-
-def _drawing_alike(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An initialisation that draws plain numbers too."""
-
-    @functools.wraps(fill)
-    def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if type(tensor) is not DTensor:
-            return fill(tensor, *args, **kwargs)
-        with drawing_alike(tensor._layout.mesh):
-            return fill(tensor, *args, **kwargs)
-
-    return filled
 
 
 def _of_local(describe: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

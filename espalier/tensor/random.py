@@ -12,13 +12,15 @@ copies of each other.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import handle_torch_function
@@ -305,14 +307,38 @@ def drawing_alike(mesh: Mesh) -> Iterator[None]:
         del stream.starts[next(iter(stream.starts))]
     stream.starts[drawn] = start
     torch.set_rng_state(start)
-    # what is drawn for DTensors meanwhile is in step
-    Seeding.known(Seeding.tag(torch.default_generator)).append(Stream(stream.ranks, stream.salt, None))
+    _be_in_step(stream.ranks, stream.salt)
     try:
         yield
     finally:
         if again is None:
             stream.first.set_state(torch.get_rng_state())
         torch.set_rng_state(own)
+
+
+def _be_in_step(ranks: frozenset[int], salt: int = 0) -> None:
+    """Let it be known that ranks draw for DTensors from the state in which torch's generator is now."""
+    Seeding.known(Seeding.tag(torch.default_generator)).append(Stream(ranks, salt, None))
+
+
+def filled_by_key(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An initialisation that draws as often as values say, or plain numbers, or nothing on ``meta``.
+
+    Of a DTensor it takes one key of the program's, on ranks that have no part of it, too.
+    """
+    signature = inspect.signature(fill)
+
+    @functools.wraps(fill)
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        layout = getattr(given["tensor"], "_layout", None)
+        if layout is None or is_drawing_by_key() or recorders():
+            return fill(*args, **kwargs)
+        with drawing_by_key(layout.mesh, given.pop("generator", None)):
+            _be_in_step(frozenset(layout.mesh.ranks))
+            return fill(**given)
+
+    return filled
 
 
 @contextmanager

@@ -100,6 +100,28 @@ def test_values_are_the_same_under_every_layout_and_rank_count(ranks: Any) -> No
     assert torch.equal(expected["dropout"], expected["dropout in place"])
 
 
+def filled_anew(rank: int, world: int) -> None:
+    """In a pipeline, whichever rank has a weight, all go on with the same random numbers."""
+    found = []
+    for plan in ({"data": 2}, {"pipe": 2}):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        net, optimizer = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan)
+        net(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        for fill in (nn.init.orthogonal_, nn.init.trunc_normal_, DRAWS["sparse_"]):
+            for layer in net:
+                fill(layer.weight)
+            found.append(torch.rand(3))
+        found += net.state_dict().values()
+    half = len(found) // 2
+    assert all(torch.equal(a, b) for a, b in zip(found[:half], found[half:], strict=True))
+
+
+def test_weights_that_are_filled_anew_in_stages(ranks: Any) -> None:
+    ranks(2, filled_anew)
+
+
 def factories(rank: int, world: int) -> list[list[torch.Tensor]]:
     found = []
     for mesh, placements in layouts(world, 3):
