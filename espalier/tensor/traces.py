@@ -216,17 +216,25 @@ def put_back(x: Any) -> Callable[[], Any] | None:
     if isinstance(x, _CONTAINERS):
         copy_of_it = _held(x) if isinstance(x, dict) else set(x) if isinstance(x, set) else list(x)
         return functools.partial(_refill, x, copy_of_it)
-    if isinstance(x, random.Random):
-        return functools.partial(x.setstate, x.getstate())
-    if isinstance(x, torch.Generator):
-        return functools.partial(x.set_state, x.get_state())
     if is_array(x):
         return functools.partial(_write, x, x.copy())
+    if (found := generator_state(x)) is not None:
+        set_state, state = found
+        return functools.partial(set_state, state)
+    return None
+
+
+def generator_state(x: Any) -> tuple[Callable[[Any], Any], Any] | None:
+    """What sets the state of a generator of random numbers, and its state now; None of others."""
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+        return x.setstate, x.getstate()
+    if isinstance(x, torch.Generator):
+        return x.set_state, x.get_state()
     if type(x).__module__.startswith("numpy.random"):
         if hasattr(x, "bit_generator"):
-            return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+            return functools.partial(setattr, x.bit_generator, "state"), x.bit_generator.state
         if hasattr(x, "set_state"):
-            return functools.partial(x.set_state, x.get_state())
+            return x.set_state, x.get_state()
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -259,7 +261,36 @@ class Collects(Layer):
         return [*dicts, *self.last, *self.array, self.row]
 
 
+class Noisy(Layer):
+    """Draws from generators of its own, or of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs, self.numpys = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.pythons = random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(8, generator=self.torchs) + torch.from_numpy(self.numpys.normal(size=8))
+        return torch.tanh(self.l(x)) + 0.1 * (noise + self.pythons.random())
+
+    def drawn(self) -> list[Any]:
+        """What they draw next, of copies."""
+        of_torch, of_numpy, of_python = copy.deepcopy((self.torchs, self.numpys, self.pythons))
+        return [torch.rand((), generator=of_torch), of_numpy.random(), of_python.random()]
+
+
+class Alike(Net):
+    """Two layers draw from the same generators."""
+
+    def __init__(self) -> None:
+        super().__init__(Noisy)
+        for key in ("torchs", "numpys", "pythons"):
+            setattr(self.c, key, getattr(self.b, key))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "noisy": lambda: Net(Noisy),
+    "noisy alike": Alike,
     "collects": lambda: Net(Collects),
     "rebinds": lambda: Net(Rebinds),
     "cell": lambda: Net(Cell),
@@ -332,6 +363,7 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
     for module in model.modules():
         found = vars(module)
         out += module.collected() if isinstance(module, Collects) else ()
+        out += module.drawn() if isinstance(module, Noisy) else ()
         out += [found[key] for key in ("calls", "kept", "projection", "mean") if key in found]
         out += found.get("seen", ())
         h = found.get("h")

@@ -162,6 +162,15 @@ class Divided:
                 "them with torch (torch.rand), or give cuts such that one stage has all of them."
             )
         self.dice = next(iter(rolling), None)
+        for ops in self.trace.drawing.values():
+            stages = {self.stage(self._of_op[op].start) for op in ops}
+            if len(stages) > 1:
+                named = sorted({self.trace.where(op) for op in ops})
+                raise SplitError(
+                    f"{', '.join(named)} draw from one torch.Generator in the stages {sorted(stages)}, of "
+                    "which each would draw the same. Draw from torch's own (no generator=), give each a "
+                    "generator of its own, or give cuts such that one stage has all of them."
+                )
 
     def _changes(self, unit: CallSpan) -> set[int]:
         return {s for op in self.trace.ops[unit.start : unit.end] for s in op.writes}
@@ -210,6 +219,16 @@ class Divided:
             if self.stage(unit.start) == stage:
                 names |= self._uses(unit)
         return names
+
+    def is_opaque(self, stage: int) -> bool:
+        """Whether modules of a stage could not be looked into: they were run by themselves on some values."""
+        ops = self.trace.ops
+        return any(
+            isinstance(op.func, str)
+            for unit in self.units
+            if unit.call is not None and self.stage(unit.start) == stage
+            for op in ops[unit.start : unit.end]
+        )
 
     def left(self, stage: int) -> set[str]:
         """The parameters and buffers that it writes to, or may, but for those on which no gradient hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
 from espalier.tensor.names import ABSENT, MOST_HELD, made_in, shown_by
 from espalier.tensor.rules.across_ranks import AllHaveIt, meets_ranks
-from espalier.tensor.traces import is_array, may_change
+from espalier.tensor.traces import generator_state, is_array, may_change
 from espalier.torch_private import (
     HOOK_OPTIONS,
     HOOKS,
@@ -185,6 +186,7 @@ class Trace:
         first: what a first forward alone sets, and where, if its values are known: of the batch, say.
         sharing: of modules that set what others hold, too (a dict, say), the names of these.
         dice: names of the modules that draw random numbers which are not torch's.
+        drawing: by ids of generators that torch's calls are given, the operations that draw from them.
         containers: names of modules that hold the outermost lists of blocks, and of the model.
         bound: storages that were written to and hold what is not local, and whether it has gradients.
         constants: by their numbers, the model's own tensors that are none of the others.
@@ -211,6 +213,7 @@ class Trace:
     first: dict[Any, Any] = field(default_factory=dict)
     sharing: dict[str, set[str]] = field(default_factory=dict)
     dice: set[str] = field(default_factory=set)
+    drawing: dict[int, list[int]] = field(default_factory=dict)
     containers: frozenset[str] = frozenset()
     bound: dict[int, bool] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -746,7 +749,8 @@ class Marks:
     Each object is looked at once.
 
     Args:
-        counts: whether of tensors it is told, too, how often they were written to.
+        counts: whether of tensors it is told, too, how often they were written to, and of generators of
+            random numbers what they have drawn.
     """
 
     def __init__(self, *, counts: bool = True) -> None:
@@ -772,6 +776,9 @@ class Marks:
             return {k: self._mark(y) for k, y in x.items()}
         if type(x) is set:
             return set(x)
+        if self._counts and (state := generator_state(x)) is not None:
+            drawn = state[1]
+            return drawn.numpy().tobytes() if isinstance(drawn, torch.Tensor) else pickle.dumps(drawn)
         held = shown_by(x)
         if held is None:
             return x

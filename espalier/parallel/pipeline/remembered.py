@@ -30,13 +30,15 @@ from espalier.tensor.before import is_of_torch
 from espalier.tensor.loans import written_mark
 from espalier.tensor.names import Reads
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import is_array
+from espalier.tensor.traces import generator_state, is_array
 from espalier.torch_private import own_buffers
 
 _TOLD = (
     torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, set, deque, *DICTS)
+# modules whose generators of random numbers travel by their pickles
+_GENERATORS = frozenset({"random", "torch._C", "numpy.random._generator", "numpy.random.mtrand"})
 _SMALL = 1 << 16  # bytes of a tensor that shares a message with others
 _MUCH = 1 << 25  # bytes of a pass that are told of
 
@@ -312,6 +314,10 @@ def put(module: nn.Module, key: str, value: Any, is_buffer: bool = False) -> Non
     was: Any = table.get(key)
     if is_array(was) and is_array(value) and was.shape == value.shape and was.flags.writeable:
         was[...] = value
+    elif type(was) is type(value) and (now := generator_state(value)) is not None:
+        state = generator_state(was)
+        assert state is not None
+        state[0](now[1])  # the program may hold it, and other modules
     elif type(was) is type(value) and isinstance(value, list | dict | set | deque):
         was.clear()  # others may hold it
         (was.extend if isinstance(value, list | deque) else was.update)(value)
@@ -383,6 +389,8 @@ def may_be_told(x: Any) -> bool:
         return all(may_be_told(y) and not isinstance(y, torch.Tensor) for y in x)
     if is_array(x):
         return not x.dtype.hasobject
+    if generator_state(x) is not None:
+        return type(x).__module__ in _GENERATORS
     if type(x) is defaultdict and not isinstance(x.default_factory, type | None):
         return False  # a function: others have no name for it
     if type(x) in _CONTAINERS:

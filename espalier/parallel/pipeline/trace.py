@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -140,10 +140,11 @@ def _traced(
         recorded = _recorded(twin, device, fake, whole, is_watched)
         hooked = newly_hooked(twin.module, hooks)
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
-        if changes or beside:
+        drawn = _torchs_drawn_from(twin.module, recorded)
+        if changes or beside or drawn:
             modules = dict(twin.module.named_modules())
-            recorded.sharing = stand_ins.sharing(twin.module, changes)
-            places = [(name, key) for name, keys in changes.items() for key in keys]
+            recorded.sharing = stand_ins.sharing(twin.module, _but(drawn, changes))
+            places = [*{(name, key): 0 for name, keys in changes.items() for key in keys} | drawn]
             places = [(name, key) for name, key in places if not is_of_torch(modules[name])]
             if hooked:
                 now = {place: value_at(twin.module, *place) for place in places}
@@ -158,7 +159,7 @@ def _traced(
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
             again = _recorded(twin, device, fake, whole, is_watched)
-            later = stand_ins.changes(twin.module, before)
+            later = _but(drawn, stand_ins.changes(twin.module, before))
             for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
             beside = outside.changes()
@@ -170,12 +171,33 @@ def _traced(
             recorded.first = {
                 Place(name, key, key in own_buffers(modules[name])): value
                 for name, key in places
-                if key not in later.get(name, ()) and _is_known(value := value_at(twin.module, name, key))
+                if (name, key) not in drawn
+                and key not in later.get(name, ())
+                and _is_known(value := value_at(twin.module, name, key))
             }
             for name in _unlike(recorded, again):
                 said = recorded.changed.setdefault(name, [])
                 said += [] if said else ["does something else when it is called again"]
     return recorded
+
+
+def _torchs_drawn_from(model: nn.Module, of: Trace) -> dict[tuple[str, str], int]:
+    """Where modules have a ``torch.Generator`` from which operations of a trace draw.
+
+    Those are done again in stages, of which each has all draws of one or none.
+    """
+    return {
+        (name, key): 0
+        for name, module in (model.named_modules() if of.drawing else ())
+        for key, x in vars(module).items()
+        if of.drawing.get(id(x))
+    }
+
+
+def _but(drawn: Container[tuple[str, str]], changes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """What has changed, but for generators that were drawn from."""
+    left = {name: [key for key in keys if (name, key) not in drawn] for name, keys in changes.items()}
+    return {name: keys for name, keys in left.items() if keys}
 
 
 class Outside:
@@ -196,7 +218,8 @@ class Outside:
         found = {}
         for read in dict.fromkeys(self._read.values()):
             values = zip(read.places, read.now(), strict=True)
-            found.update({(id(owner), name): marks.of(x) for (owner, _, name), x in values})
+            some = [at for at in values if not isinstance(at[1], torch.Generator)]  # see Trace.drawing
+            found.update({(id(owner), name): marks.of(x) for (owner, _, name), x in some})
         return found
 
     def tell_of_tensors(self, changed: Mapping[str, set[str]]) -> None:
@@ -476,6 +499,8 @@ class _Recorder(TorchFunctionMode):
             self._known.pop(id(value.tensor), None)
         del t.ops[mark[0] :], t.calls[mark[1] :], t.values[mark[2] :]
         t.answers[:] = [said for said in t.answers if said[0] < mark[1]]
+        for ops in t.drawing.values():
+            ops[:] = [op for op in ops if op < mark[0]]
 
     def _whole(self, name: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """A module that does what fakes cannot follow: run by itself on some values, for its shapes."""
@@ -499,6 +524,8 @@ class _Recorder(TorchFunctionMode):
             self.trace.meets.add(name)
         inner = filter(says_data, module.modules())
         self.trace.may_write |= {self._names[id(m)] for m in inner if id(m) in self._names}
+        for x in (x for m in module.modules() for x in vars(m).values() if isinstance(x, torch.Generator)):
+            self.trace.drawing.setdefault(id(x), []).append(len(self.trace.ops))
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters_in(module))
         numbers = [x.number for x in leaves(mapped(self.ref, (args, kwargs)), Ref)]
         grad = grad or (torch.is_grad_enabled() and any(self._has_grad(n) for n in numbers))
@@ -588,6 +615,8 @@ class _Recorder(TorchFunctionMode):
             for s in written:
                 self.trace.bound[s] = self.trace.bound.get(s, False) or grad
         number, before = len(self.trace.ops), len(self.trace.values)
+        for generator in leaves((args, kwargs), torch.Generator) if drew else ():
+            self.trace.drawing.setdefault(id(generator), []).append(number)
         for x in outputs:
             flows = grad and (x.is_floating_point() or x.is_complex())
             self._add(x, ("op", number), local and storage_of(x) not in self.trace.bound, flows)
