@@ -25,7 +25,7 @@ from espalier.blocks import parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
 from espalier.engine.backward_hooks import BackwardHooks, call_if_there, gone_back, times
-from espalier.engine.batches import Batches, GivenBatches, loss_of
+from espalier.engine.batches import Batches, GivenBatches, Own, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.own_loop import OwnLoop
 from espalier.engine.report import PeakMemory, Traffic
@@ -532,6 +532,8 @@ class Direct(Passes):
 
         def leave(x: Any) -> Any:
             share = 1.0
+            if own and type(x) is torch.Tensor and self._is_of_all(x, held):
+                x = DTensor.from_local(x, self.mesh)
             if own and isinstance(x, DTensor):
                 x, share = call.batches.returned(x, held)
             elif rows == "whole" and isinstance(x, DTensor):
@@ -548,6 +550,11 @@ class Direct(Passes):
         if own and call.batches.readers > 1:
             self._loop.open()
         return given
+
+    def _is_of_all(self, x: torch.Tensor, held: Own | None) -> bool:
+        """Whether a plain tensor that the model gives has the rows of all ranks, or what was made of them."""
+        has_rows = held is not None and x.shape[:1] == (held.size,)
+        return x.requires_grad or (has_rows and all(x is not b for b in self.call.module.buffers()))
 
     def _taken(self, x: DTensor) -> torch.Tensor:
         """What a loop uses beside this rank's rows, plain."""
