@@ -111,13 +111,26 @@ class Awaited(Kept):
         """It, with tensors that have no data, of a batch of any shape."""
         return self._source.form() if self._step is None else self._shapes()
 
+    def _form(self) -> Any:
+        """What the model gives there, if it is that, or in containers in it; ``UNKNOWN`` of all else."""
+        if self._step is None:
+            return self._source.form()
+        of, *key = self._step.args if self._step.func in PARTS else (None,)
+        form = of._form() if isinstance(of, Awaited) and not self._step.kwargs else UNKNOWN
+        if form is UNKNOWN or isinstance(form, torch.Tensor):
+            return UNKNOWN
+        try:
+            return self._step.func(form, *key)
+        except Exception:  # who computes it says so
+            return UNKNOWN
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "grad" and self._seen_at is not None:
             return self._retained
         will_be = self._will_be()
-        if self._step is None and (constant := _constant(getattr, will_be, name)) is not UNKNOWN:
+        if (constant := _constant(getattr, self._form(), name)) is not UNKNOWN:
             return constant
         if will_be is not UNKNOWN and not hasattr(will_be, name):
             raise AttributeError(f"{type(will_be).__name__!r} object has no attribute {name!r}")
@@ -188,8 +201,8 @@ class Awaited(Kept):
     def __getitem__(self, key: Any) -> Any:
         if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
             return self._index[1][key]
-        if self._step is None and isinstance(key, str | int):
-            constant = _constant(operator.getitem, self._source.form(), key)
+        if isinstance(key, str | int):
+            constant = _constant(operator.getitem, self._form(), key)
             if constant is not UNKNOWN:
                 return constant
         if isinstance(key, tuple) and leaves([key], torch.Tensor):
@@ -570,6 +583,29 @@ def _operator(func: Callable[..., Any], swaps: bool = False) -> Callable[..., An
     return kept
 
 
+def _comparison(func: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    kept = _operator(func)
+
+    def compared(self: Awaited, other: Any) -> Any:
+        is_size = isinstance(other, int) if not isinstance(other, Awaited) else _is_size(other)
+        if is_size and _is_size(self):
+            return func(self.value(), value_of(other))  # torch takes nothing but a bool for one
+        return kept(self, other)
+
+    return compared
+
+
+def _is_size(x: Awaited) -> bool:
+    """Whether it is one of the sizes of what is yet to be computed."""
+    of: Any = x
+    step = of._step
+    while (
+        isinstance(of, Awaited) and (step := of._step) is not None and step.func in (operator.getitem, call)
+    ):
+        of = step.args[0]
+    return step is not None and step.func is getattr and step.args[1] in ("shape", "size")
+
+
 def _in_place_operator(name: str) -> Callable[..., Any]:
     def written(self: Awaited, other: Any) -> Any:
         if self._source.is_whole and not is_number(self) and self._may_be_shared():
@@ -587,8 +623,10 @@ for _name in "add sub mul truediv floordiv mod pow matmul".split():
 for _name in "and or xor".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
     setattr(Awaited, f"__r{_name}__", _operator(getattr(operator, f"__{_name}__"), swaps=True))
-for _name in "eq ne lt le gt ge neg invert abs".split():
+for _name in "neg invert abs".split():
     setattr(Awaited, f"__{_name}__", _operator(getattr(operator, _name)))
+for _name in "eq ne lt le gt ge".split():
+    setattr(Awaited, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 for _name in "eq ne lt le gt ge".split():

@@ -24,7 +24,7 @@ SGD = partial(torch.optim.SGD, lr=0.2)
 
 class Pair(NamedTuple):
     logits: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
 
 
 @dataclass
@@ -165,6 +165,38 @@ def asserted(lay: Lay) -> list[Any]:
     return [out.sum().item()]
 
 
+class Nested(nn.Module):
+    """Gives containers in containers, with what is no tensor among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.layers(x)
+        return {"logits": logits, "aux": {"kl": None, "kind": "square", "parts": Pair(logits.square(), None)}}
+
+
+def nested(lay: Lay) -> list[Any]:
+    """A loss that asks what there is, deep within."""
+    model, out = Nested(), list[Any]()
+    model, optimizer = lay(model, SGD(model.parameters()))
+    for step in range(2):
+        x, y = batch(step)
+        given = model(x)
+        loss, aux = F.cross_entropy(given["logits"], y), given["aux"]
+        if aux["kl"] is not None:
+            loss = loss + 1
+        if aux["parts"].norm is None and aux["kind"] == "square":
+            loss = loss + 0.1 * aux["parts"].logits.mean()
+        code = torch.distributions.MultivariateNormal(
+            given["logits"], scale_tril=torch.eye(4), validate_args=False
+        )
+        loss = loss - 0.01 * code.log_prob(x[:, :4]).mean()  # sizes are compared there
+        out.append(stepped(loss, optimizer).item())
+    return [*out, *model.parameters()]
+
+
 class Policy(nn.Module):
     """Gives distributions of torch's, of several kinds, and a number for each row."""
 
@@ -237,7 +269,8 @@ def compared(rank: int, world: int) -> None:
         program = partial(kinds, kind)
         program.__name__ = f"kinds of {kind.__name__}"  # type: ignore[attr-defined]
         compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {}), ({"data": 2}, {})])
-    compare(policies, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {})])
+    for program in (policies, nested):
+        compare(program, [({"pipe": 2}, {}), ({"pipe": 2, "accumulate": 2}, {})])
     for whole in (handed_on, hard_rows, asserted):
         compare(whole, [({"pipe": 2}, {}), ({"data": 2}, {})])
 
