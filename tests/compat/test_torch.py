@@ -264,11 +264,12 @@ def strategies(rank: int, world: int, plan: dict[str, int]) -> None:
             made.append(here.FullyShardedDataParallel(net(), None, strategy, offload, plan=plan))
     made.append(here.DistributedDataParallel(net(), bucket_cap_mb=1, static_graph=True, plan=plan))
     made.append(here.fully_shard(net(), reshard_after_forward=False, plan=plan))
+    made.append(here.fully_shard(torch.compile(net(), backend="eager"), plan=plan))
     for model in made:
         for a, b in zip(mean(trained(model, place)), expected, strict=True):
             assert abs(a - b) < 1e-10, (model.engine.plan, a, b)
     plans = [model.engine.plan for model in made]
-    assert [p.zero for p in plans] == [3, 3, 2, 0, 3, 2, 0, 2]
+    assert [p.zero for p in plans] == [3, 3, 2, 0, 3, 2, 0, 2, 3]
     assert plans[1].offload.parameters.place == "host" and plans[6].chunk_megabytes == 1
     fsdp = made[0]
     held = fsdp.state_dict()
@@ -564,6 +565,7 @@ def on_two(rank: int, world: int) -> None:
     as_torchs(rank, world)
 
 
+@pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 def test_strategies_and_hooks(ranks: Any) -> None:
     ranks(2, on_two, timeout=60)
     ranks(4, beside)

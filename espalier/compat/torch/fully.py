@@ -486,7 +486,7 @@ def released(module: nn.Module) -> dict[str, Any]:
         if isinstance(part, FSDPModule):
             said = said or part._fully.said
             made_whole(part)
-            del part._fully
+            object.__delattr__(part, "_fully")
             part.__class__ = type(part).__bases__[1]
     return said
 
@@ -555,8 +555,9 @@ def fully_shard(
     for one in module if isinstance(module, list | tuple) else [module]:
         kind = type(one)
         one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-        one._fully = _Fully(said, plan, mp_policy.output_dtype, mesh)
-        one._fully.mark(one)
+        # its own: what torch.compile puts around a module sets attributes on that
+        object.__setattr__(one, "_fully", own := _Fully(said, plan, mp_policy.output_dtype, mesh))
+        own.mark(one)
         for part in one.modules():
             if part is not one and isinstance(part, FSDPModule):
                 part._fully.outer = weakref.ref(one)
