@@ -325,13 +325,15 @@ class Prediction(MicroBatches):
 
     def __init__(self, of: StageContext, *args: Any, **options: Any) -> None:
         # in evaluation a forward may go another way by that (torch's encoders): as the program called it
-        asked = None if of.call.module.training else of.call.asked
-        self._has_graph = asked is not None and asked.grad
+        asked = of.call.asked
+        self._was_asked = asked is not None and asked.grad
+        self._has_graph = self._was_asked and not of.call.module.training
         with torch.set_grad_enabled(self._has_graph):
             super().__init__(of, *args, **options)
 
     def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
-        with torch.set_grad_enabled(self._has_graph):
+        # what could not be looked into may take gradients itself
+        with torch.set_grad_enabled(self._was_asked if program.is_opaque else self._has_graph):
             return super()._called(program, received, inputs, runner)
 
     def _draws_in_loss(self) -> bool:

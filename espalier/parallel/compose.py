@@ -28,7 +28,7 @@ from espalier.parallel.pipeline.record import SplitError, all_having_it, called
 from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
-from espalier.parallel.pipeline.split import Split, StageProgram, split
+from espalier.parallel.pipeline.split import Split, StageProgram, refuse_later, split
 from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule, with_messages
 from espalier.parallel.schedules.generate import find_schedule
@@ -251,7 +251,9 @@ def _refuse_laid_out(model: nn.Module) -> None:
         if isinstance(p, DTensor) and not vars(p).get("_is_cut_early"):
             raise ValueError(
                 f"The parameter {name} is a DTensor already. Give initialize() the plain model, once: "
-                "where a notebook's cell is run again, run the one that builds the model before it."
+                "where a notebook's cell is run again, run the one that builds the model before it. Models "
+                "that share it put into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that, and call "
+                "its parts, both['a'](x)."
             )
 
 
@@ -509,6 +511,8 @@ class WholeProgram(StageProgram):
         model: what it computes; None: nothing.
     """
 
+    is_opaque = True
+
     def __init__(self, number: int, model: nn.Module | None) -> None:
         self.number, self._whole = number, model
         self.inputs, self.outputs, self.steps, self.batch_values = (), (), (), frozenset()
@@ -563,7 +567,13 @@ class Undivided:
         return ["the model is not divided"]
 
     def at_all(self, batches: Iterable[Any]) -> list[Undivided]:
-        """The same for each batch."""
+        """The same for each batch.
+
+        Raises:
+            SplitError: the model has parameters that nobody laid out.
+        """
+        if any(type(p) is not DTensor for p in parameters_in(self._model)):
+            refuse_later(self._model)
         return [self for _ in batches]
 
     @property

@@ -57,6 +57,19 @@ class Penalised(nn.Module):
         return {"loss": F.mse_loss(out, y) + 0.1 * slope.square().mean(), "out": out}
 
 
+class Slopes(nn.Module):
+    """Takes gradients within a block, as it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.block, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x)
+        (slope,) = torch.autograd.grad(self.block(h).tanh().square().sum(), h, create_graph=True)
+        return self.out(h - 0.1 * slope)
+
+
 class One(nn.Linear):
     """Has no places for two stages."""
 
@@ -130,6 +143,42 @@ def test_equals_one_process(ranks: Any, tmp_path: Path) -> None:
             for (kind, i), found in told.items():
                 for j, (a, b) in enumerate(zip(found, right[kind, 0], strict=True)):
                     assert a.shape == b.shape and (a - b).abs().max() < TOLERANCE, (kind, some[i], j)
+
+
+def takes_gradients(rank: int, world: int) -> None:
+    """Where an output is asked for, the forward takes gradients as it does in training."""
+    found = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(6, 6), Slopes(), nn.Linear(4, 4)).double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if plan is not None:
+            net, optimizer = espalier.prepare(net, optimizer, plan=plan)
+        losses = []
+        for step in range(2):
+            loss = F.mse_loss(net(numbers(step)["x"]), numbers(step)["y"])
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append(torch.tensor([*losses, net(numbers(3)["x"]).sum().item()], dtype=torch.float64))
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
+
+
+def tells_of_later_parameters(rank: int, world: int) -> None:
+    """Of parameters that came later each rank has its own: they are told."""
+    net: Any = One(6, 4).double()
+    model, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2})
+    model(**numbers(0))["loss"].backward()
+    net.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match="'weight' came later"):
+        model(**numbers(1))["loss"].backward()
+    takes_gradients(rank, world)
+
+
+@pytest.mark.filterwarnings("ignore:.*:espalier.parallel.compose.UndividedWarning")
+def test_loops_around_them(ranks: Any) -> None:
+    ranks(2, tells_of_later_parameters)
 
 
 def test_a_dry_run_plays_the_rank_that_computes() -> None:

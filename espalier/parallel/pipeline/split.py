@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -66,6 +66,7 @@ class StageProgram:
         steps: what it calls, in order.
         batch_values: values of the batch, by their numbers.
         inner: the modules in it.
+        is_opaque: whether it has some that could not be looked into.
     """
 
     def __init__(self, divided: Divided, number: int, model: nn.Module) -> None:
@@ -74,7 +75,7 @@ class StageProgram:
         self._out = [] if last else divided.crossing(number)
         self.inputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._in)
         self.outputs: tuple[SentValue, ...] = tuple(divided.described(n) for n in self._out)
-        self.uses = divided.uses(number)
+        self.uses, self.is_opaque = divided.uses(number), divided.is_opaque(number)
         self._leaves = divided.left(number)
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
@@ -422,7 +423,7 @@ class _Family:
             )
         held = [p for table in self._held for p in table.values() if p is not None]
         if any(id(p) not in self._parameters and type(p) is not DTensor for p in held):
-            self._refuse_plain()
+            refuse_later(self.model, self._parameters)
         with raw():  # past DTensor's Python getters: this is asked at every step
             kinds = tuple((_dtype(p), _requires_grad(p)) for p in held)
         buffers = tuple(
@@ -432,18 +433,18 @@ class _Family:
         )
         return tuple([m.training for m in self._modules]), kinds, buffers, TorchState.now(self.device.type)
 
-    def _refuse_plain(self) -> NoReturn:
-        new = [
-            repr(name)
-            for name, p in named_parameters_in(self.model)
-            if id(p) not in self._parameters and type(p) is not DTensor
-        ]
-        raise SplitError(
-            "The model has other parameters than when it was divided among stages: "
-            f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
-            "there was (p.data = value, p.copy_(value), load_state_dict without assign=True), or train under "
-            "a plan without pipe."
-        )
+
+def refuse_later(model: nn.Module, known: Container[int] = ()) -> NoReturn:
+    """Refuse parameters that nobody has laid out; ``known``: the ids of others, which may be plain."""
+    new = [
+        repr(name) for name, p in named_parameters_in(model) if id(p) not in known and type(p) is not DTensor
+    ]
+    raise SplitError(
+        "The model has other parameters than when it was divided among stages: "
+        f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
+        "there was (p.data = value, p.copy_(value), load_state_dict without assign=True), or train under "
+        "a plan without pipe."
+    )
 
 
 def split(
