@@ -167,6 +167,15 @@ def weights_used_again(lay: Lay) -> list[Any]:
     return trained(model, optimizer)
 
 
+def weights_given_whole(lay: Lay) -> list[Any]:
+    """Plain tensors become the data of parameters, which are cut, or lie elsewhere."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
+    losses = trained(model, optimizer)[:2]
+    model[0].weight.data, model[2].weight.data = torch.ones(12, 6) * 0.1, torch.eye(4, 12)
+    return [*losses, *trained(model, optimizer)]
+
+
 def trained(model: Any, optimizer: Any, balance: float = 0.0) -> list[Any]:
     """The losses of two steps, and the weights."""
     seen: list[Any] = []
@@ -286,6 +295,7 @@ PROGRAMS = (
 
 STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
     experts_of_divided_blocks: [{"data": 2, "pipe": 2, "zero": 3}],
+    weights_given_whole: [{"tensor": 2, "pipe": 2}],
     rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
     weights_used_again: [
         {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)

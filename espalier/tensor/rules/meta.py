@@ -115,8 +115,9 @@ def set_data(
                 f"{list(x._layout.local_shape)}, y a plain tensor of the shape {list(y.shape)}. Assign a "
                 "DTensor, the whole value, or this rank's part."
             )
-        with raw():
-            y = stamp(y.detach(), whole)
+        if x._layout.mesh.is_member:
+            with raw():
+                y = stamp(y.detach(), whole)
     if type(x) is DTensor and type(y) is not DTensor and not x._layout.mesh.is_member:
         return None  # its data is on other ranks
     with raw():
