@@ -711,6 +711,7 @@ class Staged(Passes):
                 here.copy_(total.view(here.shape))
                 if gradient_of(p) is None:
                     _grad.__set__(p, grad)
+        data.gradients.have_shared()
 
 
 def _come_unannounced(is_finished: bool) -> NoReturn:

@@ -176,6 +176,35 @@ def weights_given_whole(lay: Lay) -> list[Any]:
     return [*losses, *trained(model, optimizer)]
 
 
+class Judged(nn.Module):
+    """Who judges is called on what is made, and on what there is: stages share its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = self.makes(x)
+        return self.judges(made), self.judges(made.detach()), self.judges(x)
+
+
+def weights_shared_by_two_losses(lay: Lay) -> list[Any]:
+    """Optimizers step in turn; one's gradients, which are kept, are no reason to drop the other's."""
+    model = Judged()
+    two = [torch.optim.SGD(of.parameters(), 0.1) for of in (model.makes, model.judges)]
+    model, *two = lay(model, *two)
+    seen: list[Any] = []
+    for step in range(2):
+        for i, optimizer in enumerate(two):
+            whole, made, real = model(batch(step)[0])
+            loss = F.softplus(made - real).mean() if i else F.softplus(-whole).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+    return [*seen, *model.state_dict().values()]
+
+
 def trained(model: Any, optimizer: Any, balance: float = 0.0) -> list[Any]:
     """The losses of two steps, and the weights."""
     seen: list[Any] = []
@@ -295,6 +324,7 @@ PROGRAMS = (
 
 STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
     experts_of_divided_blocks: [{"data": 2, "pipe": 2, "zero": 3}],
+    weights_shared_by_two_losses: [{"data": 2, "pipe": 2}, {"data": 2, "pipe": 2, "zero": 3}],
     weights_given_whole: [{"tensor": 2, "pipe": 2}],
     rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
     weights_used_again: [

@@ -583,6 +583,10 @@ class Gradients:
         self._had.clear()
         self.reduced = self._is_begun = self._is_open = self._is_shown = False
 
+    def have_shared(self) -> None:
+        """Others have added to what they share: none that there is is to be dropped."""
+        self.without = set()
+
     def settle(self) -> None:
         """After a step, also if its gradients stay: from now on the order of chunks is known."""
         if self._came:
@@ -616,6 +620,7 @@ class AllGradients:
     stop = _of_each(Gradients.stop)
     show = _of_each(Gradients.show)
     settle = _of_each(Gradients.settle)
+    have_shared = _of_each(Gradients.have_shared)
     finish = _of_each(Gradients.finish)
     forget = _of_each(Gradients.forget)
 
