@@ -68,10 +68,45 @@ def lay_out_states(
         for part in (*parts, *filter(None, map(inner_of, parts))):  # which may answer for it
             if has_masters:
                 _keep_precision(part)
-            meet_others_states(part)
-            part.register_load_state_dict_post_hook(meet_others_states)
-            part.register_state_dict_post_hook(partial(_give, weakref.WeakMethod(whole_among)))
+            _exchange_states(part, weakref.WeakMethod(whole_among))
     data.place(optimizer)
+    if "pipe" in data.mesh.outermost.names and data.strangers is None:
+        data.strangers = Strangers(whole_among)
+        data.mesh.outermost.strangers.add(data.strangers)
+
+
+class Strangers:
+    """Optimizers that step by themselves on an engine's parameters: they were made when it had one.
+
+    On each rank they have the states of its stages; what they give and are given is of all of them, too.
+
+    Args:
+        whole_among: as of :func:`lay_out_states`.
+    """
+
+    def __init__(self, whole_among: Callable[[], Mesh | None]) -> None:
+        self._whole_among = weakref.WeakMethod(whole_among)
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def see_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step by itself."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            _exchange_states(optimizer, self._whole_among)
+        if optimizer.__dict__.pop("_has_others_states", False):
+            take_over(
+                optimizer,
+                [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor],
+            )
+
+
+def _exchange_states(
+    optimizer: torch.optim.Optimizer, whole_among: weakref.WeakMethod[Callable[[], Mesh | None]]
+) -> None:
+    """Let states that it is given, or has, be met, and those that it gives be as they are asked for."""
+    meet_others_states(optimizer)
+    optimizer.register_load_state_dict_post_hook(meet_others_states)
+    optimizer.register_state_dict_post_hook(partial(_give, whole_among))
 
 
 def _give(

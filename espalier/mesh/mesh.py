@@ -58,6 +58,7 @@ class Mesh:
         going: for each backward pass that a program makes, outermost first, what tells all ranks where it
             began (see ``espalier.tensor.told``): engines begin that.
         before_going: what sees that such a pass begins, ``see_begin()``.
+        strangers: what sees that an optimizer which is no engine's steps by itself, ``see_step(optimizer)``.
         asked: what tells values on parts of it to the other ranks (see ``espalier.tensor.asked``); None where
             there are none.
         rows: the axes whose ranks share the rows of a batch, by all engines on it.
@@ -124,6 +125,7 @@ class Mesh:
         self.beside: Callable[[Sequence[Any], Callable[[], None]], None] | None = None
         self.going: list[Any] = []
         self.before_going: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.strangers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.asked: Any = None
         self.rows: frozenset[int] = frozenset()
         self.put_together: dict[int, tuple[int, ...]] = {}

@@ -423,6 +423,8 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
         held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
         if not held:
             return step(self, closure)
+        for strangers in [*held[0]._layout.mesh.outermost.strangers]:
+            strangers.see_step(self)
         loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = _alike(self)
         with each_for_itself(held):  # as each finds gradients of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,36 @@ def attached(rank: int, world: int) -> None:
         engine.attach(pair[0])
 
 
+def changed(model: Any, first: torch.optim.Optimizer) -> tuple[list[float], list[dict[str, Any]]]:
+    """Another optimizer goes on from the first one's states, and then one of another kind."""
+
+    def steps(optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2):
+            loss = model(*batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    losses: list[float] = []
+    steps(first)
+    second = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # else they share memory on one process
+    steps(second)
+    third = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(third)
+    return losses, [copy.deepcopy(optimizer.state_dict()) for optimizer in (first, second, third)]
+
+
+def in_the_middle(rank: int, world: int) -> None:
+    for plan in ({"data": 2, "zero": 3}, {"pipe": 2}):
+        plain = net(Net)
+        expected = changed(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        ours = net(Net)
+        found = changed(*espalier.prepare(ours, torch.optim.AdamW(ours.parameters(), lr=1e-2), plan=plan))
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def in_float16(rank: int, world: int) -> None:
     """The second optimizer steps with the scale of the gradients, not with the one that is next."""
     scale = {"init_scale": 64.0, "growth_interval": 1}
@@ -244,6 +275,10 @@ def test_an_engine_steps_several_optimizers_and_saves_them(ranks: Any, tmp_path:
 
 def test_optimizers_are_attached_one_after_the_other(ranks: Any) -> None:
     ranks(2, attached)
+
+
+def test_another_optimizer_goes_on_in_the_middle(ranks: Any) -> None:
+    ranks(2, in_the_middle)
 
 
 def test_one_scale_for_all_optimizers(ranks: Any) -> None:

@@ -76,6 +76,7 @@ class ZeroState:
         lines: the trained parameters of each part as they go into chunks, where these are by size.
         own: the ``id`` of each of the model's parameters here.
         has_thawed: whether parameters that were frozen have come to be trained; who has seen it unsets it.
+        strangers: what sees to optimizers that step by themselves (see ``Mesh.strangers``), for it to live.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ZeroState:
         self._frozen = [m for m in self.members if not m.p.requires_grad]
         self._waiting: list[tuple[nn.Parameter, WaitingHooks]] = []
         self.has_thawed = False
+        self.strangers: Any = None
         cut = self.stage.parameters == "S"
         used: list[tuple[list[nn.Module], Chunk]] = []
         groups: list[list[Chunk]] = []
