@@ -331,7 +331,7 @@ def filled_by_key(fill: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     @functools.wraps(fill)
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        layout = getattr(given["tensor"], "_layout", None)
+        layout = vars(given["tensor"]).get("_layout")  # what only answers as a DTensor has none
         if layout is None or is_drawing_by_key() or recorders():
             return fill(*args, **kwargs)
         with drawing_by_key(layout.mesh, given.pop("generator", None)):
