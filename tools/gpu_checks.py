@@ -272,18 +272,18 @@ def waits(folder: str) -> bool:
 def sanitizer(folder: str) -> bool:
     """Uses several streams, for torch's sanitizer, which the environment turns on; it ends the process."""
 
-    def saved(plan: Mapping[str, Any]) -> bool:
+    def saved(plan: Mapping[str, Any], where: Path) -> bool:
         net = model()
         engine = espalier.initialize(net, torch.optim.AdamW(net.parameters()), dict(plan))
         for step in range(STEPS):
             engine.train_step(batch(step))
-            engine.save(Path(folder, "saved"), asynchronous=True, keep=1)
+            engine.save(where, asynchronous=True, keep=1)
         engine.wait_saved()
         print(f"ok   {plan or 'saved beside training'}", flush=True)
         return True
 
     some: tuple[dict[str, Any], ...] = (ALONE["inputs on the host"], {**OFFLOADS["states on the host"]}, {})
-    return each({str(plan): partial(saved, plan) for plan in some})
+    return each({str(plan): partial(saved, plan, Path(folder, f"saved-{i}")) for i, plan in enumerate(some)})
 
 
 def kernels(folder: str) -> bool:
