@@ -6,8 +6,8 @@ VENV := .venv$(TORCH:%=-torch-%)
 PINS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# processes of pytest that share the suite, each with ranks of its own: on two cores more of them take each other's caches
-JOBS ?= 2
+# processes of pytest that share the suite, each with ranks of its own: on two cores the third works while others wait
+JOBS ?= 3
 
 .PHONY: setup demo test bench experiments gpu zoo docs lint types style
 

@@ -244,10 +244,11 @@ def test_ranks_go_when_the_launcher_goes(tmp_path, monkeypatch):
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         deadline = time.monotonic() + 120
-        for number, launcher in launchers.items():
+        for number, launcher in launchers.items():  # one that starts removes what killed ones have left
             while len(list((tmp_path / number.name).glob("pid*"))) < 2:
                 assert launcher.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
+        for number, launcher in launchers.items():
             launcher.send_signal(number)
             _, err = launcher.communicate(timeout=20)
             assert launcher.returncode == -number
