@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import espalier
 from espalier.parallel.apart import calls_within, makes_one_of_all, updates_each_alone
-from tests.ranks.test_habits import Lookahead
+from tests.ranks.habitual import Lookahead
 from tests.ranks.test_sums_of_losses import layers
 
 TOLERANCE = 1e-10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,16 +11,32 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import espalier
+from tests.ranks.habitual import (
+    GAN,
+    Acting,
+    Compiled,
+    Critic,
+    Encoder,
+    Flow,
+    Graph,
+    Habitual,
+    Lookahead,
+    Outer,
+    PastAutocast,
+    Points,
+    Scaled,
+    Stack,
+    Tempered,
+    Trained,
+    Turned,
+    Weighed,
+    net,
+)
 
 TOLERANCE = 1e-9
 Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
-
-
-def net(wide: int = 6, out: int = 4) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(wide, 12), nn.Tanh(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, out))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,27 +153,6 @@ def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
     return [losses, norms, nn.utils.parameters_to_vector(model.parameters())]
 
 
-class Habitual(nn.Module):
-    """Recomputes by reentrant checkpoints, draws from a generator of its own, averages over all batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
-        self.inner = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.norm = nn.BatchNorm1d(6, momentum=None)  # type: ignore[arg-type]
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.inner:
-            again = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
-            x = x + again.tanh()
-        if self.training:
-            drawn = torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device="cpu")
-            x = x + drawn.to(x.device)
-        return self.head(self.norm(x))
-
-
 def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
     model, out = Habitual(), []
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -170,20 +164,6 @@ def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
             out += [loss.item(), loss_of(model, step).item()]
         model.train()
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
-
-
-class Critic(nn.Module):
-    """Two estimates, of which a method of its own gives one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = net(8, 1), net(8, 1)
-
-    def forward(self, x: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.first(x, action), self.other(torch.cat([x, action], 1))
-
-    def first(self, x: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        return self.one(torch.cat([x, action], 1))
 
 
 def methods_onto_finished_gradients(lay: Lay) -> list[Any]:
@@ -220,15 +200,6 @@ def optimizers_within_the_backward_pass(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
-class GAN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = net(3, 6), net(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.discriminator(x)
-
-
 def parts_called_by_themselves(lay: Lay) -> list[Any]:
     """The generator's loss adds to gradients that the discriminator has had its step with."""
     model = GAN()
@@ -254,21 +225,6 @@ def parts_called_by_themselves(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
-class Encoder(nn.Module):
-    """Is called by a method, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
-        self.last = nn.Linear(8, 4)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x)  # type: ignore[no-any-return]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.encode(x))  # type: ignore[no-any-return]
-
-
 def statistics_of_two_calls(lay: Lay) -> list[Any]:
     """A method sees whole batches, the call rows of them: both move what BatchNorm follows."""
     model = Encoder()
@@ -283,20 +239,6 @@ def statistics_of_two_calls(lay: Lay) -> list[Any]:
         loss = y.square().mean() + code.pow(4).mean()
         out.append(stepped(loss, optimizer).item())
     return [*out, *model.parameters(), *model.buffers()]
-
-
-class Graph(nn.Module):
-    """Convolutions over graphs: one that it holds, in either layout, and one that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
-        self.register_buffer("rows", (2 * torch.eye(8)).to_sparse())
-        self.register_buffer("compressed", torch.ones(8, 8).tril().to_sparse_csr())
-
-    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
-        hidden = torch.sparse.mm(self.rows, self.first(x)).relu()  # type: ignore[operator]
-        return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
 
 
 def statistics_in_the_order_of_calls(lay: Lay) -> list[Any]:
@@ -381,16 +323,6 @@ def averages_of_weights(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head, self.temperature = net(6, 8), nn.Linear(8, 4), 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.head(self.body(x)) / self.temperature
-        return h + self.prior if hasattr(self, "prior") else h
-
-
 def changes_of_the_model(lay: Lay) -> list[Any]:
     """Attributes, modules and buffers that are set on what stands for the model."""
     model = Tempered()
@@ -425,24 +357,6 @@ def containers(lay: Lay) -> list[Any]:
     return out
 
 
-class Trained(nn.Module):
-    """A block with a step of its own: a weight goes down the gradient of what it makes of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line, self.weight = nn.Linear(6, 6), nn.Parameter(torch.eye(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.line(x))
-
-        def apart(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-            return (torch.tanh(weight @ row) - row).square().sum()
-
-        slope = torch.vmap(torch.func.grad(apart), (None, 0))(self.weight, hidden)
-        _, back = torch.func.vjp(lambda h: torch.sin(h * self.line.bias), hidden)
-        return x + torch.einsum("nij,nj->ni", self.weight - 0.1 * slope, hidden) + back(hidden)[0]
-
-
 def transforms_in_blocks(lay: Lay) -> list[Any]:
     """What torch.func differentiates within a forward that is computed again, too."""
     model = nn.Sequential(Trained(), Trained(), nn.Linear(6, 4))
@@ -473,18 +387,6 @@ def transforms_of_the_model(lay: Lay) -> list[Any]:
         optimizer.zero_grad()
         out += [score, along]
     return [*out, *model.parameters()]
-
-
-class Scaled(nn.Module):
-    """Has parameters and a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.scale = net(), nn.Parameter(torch.ones(4))
-        self.register_buffer("shift", torch.arange(4.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) * self.scale + self.shift
 
 
 def tensors_for_one_call(lay: Lay) -> list[Any]:
@@ -541,26 +443,6 @@ def weights_as_a_vector(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
-def swish(x: torch.Tensor) -> torch.Tensor:
-    return x * (1.1 * x).sigmoid()
-
-
-class Compiled(nn.Module):
-    """Calls functions that are compiled by torch, each in another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.mid, self.out = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 4)
-        self.act = torch.compile(swish, backend="eager", fullgraph=True)
-        self.inner = torch.compile(self.between, backend="eager")
-
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mid(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.inner(self.act(self.up(x))))
-
-
 def functions_that_torch_compiles(lay: Lay) -> list[Any]:
     """In a model, of its output, and around its call, before it is laid out, too."""
     model = Compiled()
@@ -580,22 +462,6 @@ def functions_that_torch_compiles(lay: Lay) -> list[Any]:
         loss = given(*batch(step))
         losses.append(stepped(loss, optimizer).item())
     return [*losses, *model.parameters()]
-
-
-class Weighed(nn.Module):
-    """Gives a parameter, as it is, beside what it computes; writes into zeros that it has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
-        self.weights = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.first(x)
-        beside = torch.zeros(len(x), 6)
-        beside[:, :3] = h[:, 3:] * 2
-        beside[:, 3:].copy_(h[:, :3])
-        return self.head(self.second(h.tanh()).tanh() + beside), self.weights
 
 
 def parameters_given(lay: Lay) -> list[Any]:
@@ -629,37 +495,10 @@ def optimizers_of_a_part(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer around another, which does not call the constructor of torch's."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.steps = inner, 0
-        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
-        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.steps += 1
-        for p, slow in self.slow.items() if self.steps % 2 == 0 else ():
-            slow.add_(p - slow, alpha=0.5)
-            p.copy_(slow)
-
-
 def optimizers_around_others(lay: Lay) -> list[Any]:
     model = net()
     model, optimizer = lay(model, Lookahead(torch.optim.Adam(model.parameters(), 0.1)))
     return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
-
-
-class Acting(nn.SyncBatchNorm):
-    """As timm has it."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).relu()
 
 
 def norms_that_are_synchronized(lay: Lay) -> list[Any]:
@@ -680,22 +519,6 @@ def norms_that_are_synchronized(lay: Lay) -> list[Any]:
     with torch.no_grad():
         out += [loss_of(model, 3).item(), loss_of(average, 3).item()]
     return [*out, *model.state_dict().values()]
-
-
-class Outer(Lookahead):
-    """Has hooks of steps alone, and states that it never uses (timm's)."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        super().__init__(inner)
-        self.state = defaultdict(dict)
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-        self.param_groups = self.inner.param_groups
 
 
 def optimizers_that_answer_for_others(lay: Lay) -> list[Any]:
@@ -777,21 +600,6 @@ def copies_made_before(lay: Lay) -> list[Any]:
     return [*out, loss_of(model, 3).item(), *model.parameters(), *average.parameters()]
 
 
-class Stack(nn.Module):
-    """Layers in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(6, 12), nn.Linear(12, 4)
-        self.layers = nn.ModuleList([nn.Linear(12, 12)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.leave(x)
-
-
 def layers_that_come_later(lay: Lay) -> list[Any]:
     """A copy of a layer that has gradients, and a new one, which the optimizer is given."""
     model, out = Stack(), []
@@ -804,17 +612,6 @@ def layers_that_come_later(lay: Lay) -> list[Any]:
             model.layers.append(layer)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
     return [*out, *model.parameters()]
-
-
-class Points(nn.Module):
-    """Points that vote by their distance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.vote = nn.Parameter(torch.rand(5, 6)), nn.Parameter(torch.rand(5, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (-torch.cdist(x, self.place)).exp() @ self.vote
 
 
 def rows_that_come_later(lay: Lay) -> list[Any]:
@@ -835,74 +632,16 @@ def rows_that_come_later(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
-class Adjoint(torch.autograd.Function):
-    """Euler's steps along a field; backward, gradients with respect to what was saved are asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, field: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.field = field
-        with torch.no_grad():
-            for _ in range(2):
-                x = x + field(x) / 2
-        ctx.save_for_backward(x, *parameters)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, *parameters = ctx.saved_tensors
-        sums = [torch.zeros_like(p) for p in parameters]
-        for _ in range(2):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                y = ctx.field(x)
-                of_x, *of_them = torch.autograd.grad(y, (x, *parameters), grad / 2, allow_unused=True)
-            x, grad = x - y.detach() / 2, grad + of_x
-            sums = [a if b is None else a + b for a, b in zip(sums, of_them, strict=True)]
-        return None, grad, *sums
-
-
-class Flow(nn.Module):
-    """What a field makes of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.field, self.leave = nn.Linear(6, 8), net(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.leave(Adjoint.apply(self.field, self.enter(x), *self.field.parameters()))
-
-
 def adjoint_methods(lay: Lay) -> list[Any]:
     model = Flow()
     model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.1))
     return [*[trained(model, optimizer, step).item() for step in range(3)], *model.parameters()]
 
 
-class PastAutocast(nn.Module):
-    """A layer that computes in its input's dtype where autocast is open, as rotary embeddings do."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return x * torch.arange(x.shape[-1], device=x.device).cos()
-
-
 def layers_past_autocast(lay: Lay) -> list[Any]:
     model = nn.Sequential(net(6, 12), PastAutocast(), nn.Linear(12, 12), PastAutocast(), nn.Linear(12, 4))
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
     return [*(trained(model, optimizer, step).item() for step in range(2)), *model.parameters()]
-
-
-class Turned(torch.autograd.Function):
-    """Gives gradients that are not those of what its forward does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return -ctx.weight * grad, None
 
 
 def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:

@@ -1,0 +1,290 @@
+"""Models, layers and optimizers of programs that tests/ranks/test_habits.py compares."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def net(wide: int = 6, out: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(wide, 12), nn.Tanh(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, out))
+
+
+class Habitual(nn.Module):
+    """Recomputes by reentrant checkpoints, draws from a generator of its own, averages over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.inner = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6, momentum=None)  # type: ignore[arg-type]
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.inner:
+            again = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
+            x = x + again.tanh()
+        if self.training:
+            drawn = torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device="cpu")
+            x = x + drawn.to(x.device)
+        return self.head(self.norm(x))
+
+
+class Critic(nn.Module):
+    """Two estimates, of which a method of its own gives one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = net(8, 1), net(8, 1)
+
+    def forward(self, x: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x, action), self.other(torch.cat([x, action], 1))
+
+    def first(self, x: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return self.one(torch.cat([x, action], 1))
+
+
+class GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = net(3, 6), net(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.discriminator(x)
+
+
+class Encoder(nn.Module):
+    """Is called by a method, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.encode(x))  # type: ignore[no-any-return]
+
+
+class Graph(nn.Module):
+    """Convolutions over graphs: one that it holds, in either layout, and one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.register_buffer("rows", (2 * torch.eye(8)).to_sparse())
+        self.register_buffer("compressed", torch.ones(8, 8).tril().to_sparse_csr())
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sparse.mm(self.rows, self.first(x)).relu()  # type: ignore[operator]
+        return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.temperature = net(6, 8), nn.Linear(8, 4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.head(self.body(x)) / self.temperature
+        return h + self.prior if hasattr(self, "prior") else h
+
+
+class Trained(nn.Module):
+    """A block with a step of its own: a weight goes down the gradient of what it makes of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.weight = nn.Linear(6, 6), nn.Parameter(torch.eye(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.line(x))
+
+        def apart(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            return (torch.tanh(weight @ row) - row).square().sum()
+
+        slope = torch.vmap(torch.func.grad(apart), (None, 0))(self.weight, hidden)
+        _, back = torch.func.vjp(lambda h: torch.sin(h * self.line.bias), hidden)
+        return x + torch.einsum("nij,nj->ni", self.weight - 0.1 * slope, hidden) + back(hidden)[0]
+
+
+class Scaled(nn.Module):
+    """Has parameters and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = net(), nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale + self.shift
+
+
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.1 * x).sigmoid()
+
+
+class Compiled(nn.Module):
+    """Calls functions that are compiled by torch, each in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.out = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+        self.act = torch.compile(swish, backend="eager", fullgraph=True)
+        self.inner = torch.compile(self.between, backend="eager")
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mid(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(self.act(self.up(x))))
+
+
+class Weighed(nn.Module):
+    """Gives a parameter, as it is, beside what it computes; writes into zeros that it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.weights = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.first(x)
+        beside = torch.zeros(len(x), 6)
+        beside[:, :3] = h[:, 3:] * 2
+        beside[:, 3:].copy_(h[:, :3])
+        return self.head(self.second(h.tanh()).tanh() + beside), self.weights
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another, which does not call the constructor of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for p, slow in self.slow.items() if self.steps % 2 == 0 else ():
+            slow.add_(p - slow, alpha=0.5)
+            p.copy_(slow)
+
+
+class Acting(nn.SyncBatchNorm):
+    """As timm has it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class Outer(Lookahead):
+    """Has hooks of steps alone, and states that it never uses (timm's)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        super().__init__(inner)
+        self.state = defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+class Stack(nn.Module):
+    """Layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.layers = nn.ModuleList([nn.Linear(12, 12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.leave(x)
+
+
+class Points(nn.Module):
+    """Points that vote by their distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.vote = nn.Parameter(torch.rand(5, 6)), nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (-torch.cdist(x, self.place)).exp() @ self.vote
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler's steps along a field; backward, gradients with respect to what was saved are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            for _ in range(2):
+                x = x + field(x) / 2
+        ctx.save_for_backward(x, *parameters)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        sums = [torch.zeros_like(p) for p in parameters]
+        for _ in range(2):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = ctx.field(x)
+                of_x, *of_them = torch.autograd.grad(y, (x, *parameters), grad / 2, allow_unused=True)
+            x, grad = x - y.detach() / 2, grad + of_x
+            sums = [a if b is None else a + b for a, b in zip(sums, of_them, strict=True)]
+        return None, grad, *sums
+
+
+class Flow(nn.Module):
+    """What a field makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.field, self.leave = nn.Linear(6, 8), net(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(Adjoint.apply(self.field, self.enter(x), *self.field.parameters()))
+
+
+class PastAutocast(nn.Module):
+    """A layer that computes in its input's dtype where autocast is open, as rotary embeddings do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x * torch.arange(x.shape[-1], device=x.device).cos()
+
+
+class Turned(torch.autograd.Function):
+    """Gives gradients that are not those of what its forward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.weight * grad, None
