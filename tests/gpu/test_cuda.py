@@ -20,7 +20,10 @@ from espalier import DTensor, Mesh, Replicate, Shard, distribute_tensor
 from espalier.device import accelerator
 from espalier.mesh.process import finish, start
 from espalier.models import build
+from tests.ranks import habits as loops
+from tests.ranks import habits_of_optimizers
 from tests.ranks import test_habits as habits
+from tests.ranks.habits import TOLERANCE, as_it_is, numbers
 
 SIZES = {"vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16}
 
@@ -175,13 +178,14 @@ def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.Monkey
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
-        expected = habits.numbers(program(habits.as_it_is))
+        expected = numbers(program(as_it_is))
         torch.manual_seed(0)
-        patch.setattr(habits, "batch", moved)
+        for module in (habits, habits_of_optimizers, loops):  # each has it
+            patch.setattr(module, "batch", moved)
         patch.setattr(torch.Tensor, "uniform_", drawn)
         with torch.device(kind):
             found = program(partial(espalier.prepare, plan=plan))
-        given = habits.numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in found])
+        given = numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in found])
     finally:
         torch.set_default_dtype(before)
         patch.undo()
@@ -197,7 +201,7 @@ def test_habits(monkeypatch: pytest.MonkeyPatch, program: Any, plan: dict[str, A
         pytest.skip("it has an optimizer update stand-ins of what it holds")
     if plan is ALL_AWAY and program in habits.OF_DATA:
         pytest.skip("beside tensors of the device it computes with p.data, which is in the host's memory")
-    assert apart_on(accelerator() or "cuda", program, plan, monkeypatch) < habits.TOLERANCE
+    assert apart_on(accelerator() or "cuda", program, plan, monkeypatch) < TOLERANCE
 
 
 def test_saved_beside_training_with_the_stream_of_the_device(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 import espalier
 from espalier.compat.torch import DistributedDataParallel
-from tests.ranks.test_habits import Lay, as_it_is, batch, net, numbers
+from tests.ranks.habits import Lay, as_it_is, batch, numbers
+from tests.ranks.habitual import net
 
 TOLERANCE = 1e-10
 ADAMW = partial(torch.optim.AdamW, lr=0.05)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 import espalier
-from tests.ranks.test_habits import batch, net, numbers
+from tests.ranks.habits import batch, numbers
+from tests.ranks.habitual import net
 
 TOLERANCE = 1e-10
 Drawn = Callable[[Any, torch.Tensor], tuple[Any, list[Any]]]  # of outputs and classes: a loss, and values

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +11,21 @@ from torch import nn
 from torch.nn import functional as F
 
 import espalier
+from tests.ranks.habits import Lay, as_it_is, batch, compare, loss_of, stepped, trained
+from tests.ranks.habits_of_optimizers import (
+    averages_of_weights,
+    gradients_dropped_by_hand,
+    hooks_around_a_closure,
+    hooks_of_an_optimizer,
+    optimizers_around_others,
+    optimizers_of_a_part,
+    optimizers_that_answer_for_others,
+    optimizers_within_the_backward_pass,
+    penalties_by_themselves,
+    rates_and_metrics_as_tensors,
+    weights_as_a_vector,
+    weights_put_aside,
+)
 from tests.ranks.habitual import (
     GAN,
     Acting,
@@ -22,8 +35,6 @@ from tests.ranks.habitual import (
     Flow,
     Graph,
     Habitual,
-    Lookahead,
-    Outer,
     PastAutocast,
     Points,
     Scaled,
@@ -34,33 +45,6 @@ from tests.ranks.habitual import (
     Weighed,
     net,
 )
-
-TOLERANCE = 1e-9
-Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 4, (8,), generator=generator)
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    x, y = batch(step)
-    return F.cross_entropy(model(x), y)
-
-
-def stepped(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The loss, by which a step was made."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
-    """The loss before a step."""
-    return stepped(loss_of(model, step), optimizer)
 
 
 def hooks_put_on_before(lay: Lay) -> list[Any]:
@@ -82,75 +66,6 @@ def hooks_put_on_before(lay: Lay) -> list[Any]:
         out.append(loss.item())
     assert len(norms) == 4 * len(handles) - 1
     return [*out, *sorted(norms), *model.parameters()]
-
-
-def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
-    """Before a step they clip gradients, after it they bound weights: by norms of the whole model."""
-    model, out = net(), []
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-
-    def clip(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for group in of.param_groups for p in group["params"]]
-        out.append(float(nn.utils.clip_grad_norm_(held, 0.01)))
-
-    @torch.no_grad()
-    def bound(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for group in of.param_groups for p in group["params"]]
-        out.append(float(sum(p.square().sum() + p.grad.abs().sum() for p in held)))  # type: ignore[union-attr]
-        for p in held:
-            p.div_(p.norm().clamp(min=1.0))
-
-    optimizer.register_step_pre_hook(clip)
-    optimizer.register_step_post_hook(bound)
-    model, optimizer = lay(model, optimizer)
-    for step in range(3):
-        loss = trained(model, optimizer, step)
-        out.append(loss.item())
-    assert len(out) == 9
-    return [*out, nn.utils.parameters_to_vector(model.parameters())]
-
-
-def hooks_around_a_closure(lay: Lay) -> list[Any]:
-    """Before a step its hooks see what the step before has left: the closure makes gradients anew."""
-    model, out = net(), list[Any]()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-
-    def clip(of: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for group in of.param_groups for p in group["params"]]
-        has_gradients = [p for p in held if p.grad is not None]
-        out.append(float(nn.utils.clip_grad_norm_(has_gradients, 0.01)) if has_gradients else 0.0)
-
-    optimizer.register_step_pre_hook(clip)
-    model, optimizer = lay(model, optimizer)
-    for step in range(3):
-
-        def closure(step: int = step) -> torch.Tensor:
-            if step != 1:
-                optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            return loss
-
-        out.append(optimizer.step(closure).item())  # type: ignore[arg-type]
-    return [*out, *model.parameters()]
-
-
-def rates_and_metrics_as_tensors(lay: Lay) -> list[Any]:
-    """A schedule writes to a rate that is a tensor; norms and losses are added up where they are."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    model, optimizer = lay(model, optimizer)
-    losses, norms = torch.zeros(()), torch.zeros(())
-    for step in range(4):
-        loss = loss_of(model, step)
-        loss.backward()
-        norms = norms + espalier.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), 0.05).detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses = losses + espalier.full_tensor(loss.detach())
-    return [losses, norms, nn.utils.parameters_to_vector(model.parameters())]
 
 
 def recomputed_drawn_and_averaged(lay: Lay) -> list[Any]:
@@ -179,25 +94,6 @@ def methods_onto_finished_gradients(lay: Lay) -> list[Any]:
         out.append(stepped(sum((q - x[:, 2:3]).square().mean() for q in estimates), of_critic).item())
         out.append(stepped(-critic.first(x, actor(x)).mean(), of_actor).item())
     return [*out, *actor.parameters(), *critic.parameters()]
-
-
-def optimizers_within_the_backward_pass(lay: Lay) -> list[Any]:
-    model = net()
-    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
-
-    def update(p: torch.Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
-    model, out = lay(model), []
-    for step in range(3):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        out.append(loss.item())
-    return [*out, *model.parameters()]
 
 
 def parts_called_by_themselves(lay: Lay) -> list[Any]:
@@ -287,42 +183,6 @@ def sparse_graphs(lay: Lay) -> list[Any]:
     return [*out, *(x.to_dense() for x in held.values())]
 
 
-def averages_of_weights(lay: Lay) -> list[Any]:
-    """torch's own, of a model that is prepared: a copy of it, which is called, and learns its statistics."""
-    model = nn.Sequential(net(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = lay(model, optimizer)
-    first, frozen = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
-    for p in frozen.parameters():
-        p.detach_()
-    out: list[Any] = []
-    for step in range(3):
-        loss = trained(model, optimizer, step)
-        for own, p in zip(frozen.parameters(), model.parameters(), strict=True):
-            own.mul_(0.9).add_(p.data, alpha=0.1)
-        states = [[x for x in m.state_dict().values() if x.is_floating_point()] for m in (frozen, model)]
-        torch._foreach_lerp_(*states, weight=0.2)
-        if step == 1:
-            later = torch.optim.swa_utils.AveragedModel(
-                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-            )
-        if step:
-            later.update_parameters(model)
-        first.update_parameters(model)
-        out.append(loss.item())
-    for average in (first, later):
-        torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(3)], average)
-        average.eval()
-        with torch.no_grad():
-            out.append(loss_of(average, step).item())
-    for average in (first, copy.deepcopy(later)):
-        model.load_state_dict(average.module.state_dict())
-        out += [x.clone() for x in model.state_dict().values()]
-        out.append(loss_of(average, step).item())
-    model.load_state_dict(frozen.state_dict())
-    return [*out, *model.state_dict().values()]
-
-
 def changes_of_the_model(lay: Lay) -> list[Any]:
     """Attributes, modules and buffers that are set on what stands for the model."""
     model = Tempered()
@@ -405,44 +265,6 @@ def tensors_for_one_call(lay: Lay) -> list[Any]:
     return [*out, *model.parameters(), *model.buffers()]
 
 
-def weights_put_aside(lay: Lay) -> list[Any]:
-    """An average's weights for an evaluation, and the own ones back: by ``p.data``, as many programs do."""
-    model = net()
-    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.5))
-    out: list[Any] = []
-    for step in range(3):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        for p in model.parameters():  # as zero_grad() was once written
-            p.grad.detach_().zero_()
-        aside = [p.data for p in model.parameters()]
-        for p in model.parameters():
-            p.data = 0.5 * p.data
-        with torch.no_grad():
-            out += [loss.item(), F.cross_entropy(model(x), y).item()]
-        for p, own in zip(model.parameters(), aside, strict=True):
-            p.data = own
-    return [*out, *model.parameters()]
-
-
-def weights_as_a_vector(lay: Lay) -> list[Any]:
-    """Evolution's steps: all weights are one vector, which is set anew."""
-    model = net(6, 1)
-    model = lay(model)
-    x, _ = batch(0)
-    weights, out = nn.utils.parameters_to_vector(model.parameters()).detach(), []
-    for _ in range(2):
-        nn.utils.vector_to_parameters(weights + 0.1 * torch.arange(len(weights)).sin(), model.parameters())
-        with torch.no_grad():
-            out.append(model(x).square().mean().item())
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach() * (1.0 + out[-1])
-        nn.utils.vector_to_parameters(weights, model.parameters())
-        out += list(nn.utils.parameters_to_vector(model.parameters()).detach()[-2:])
-    return [*out, *model.parameters()]
-
-
 def functions_that_torch_compiles(lay: Lay) -> list[Any]:
     """In a model, of its output, and around its call, before it is laid out, too."""
     model = Compiled()
@@ -477,30 +299,6 @@ def parameters_given(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
-def optimizers_of_a_part(lay: Lay) -> list[Any]:
-    """Two of a head alone, on a body that is frozen: a stage has nothing that either would update."""
-    model = net()
-    model[:4].requires_grad_(False)
-    optimizers = torch.optim.SGD([model[4].weight], 0.5), torch.optim.Adam([model[4].bias], 0.1)
-    model, *both = lay(model, *optimizers)
-    out: list[Any] = []
-    for step in range(3):
-        loss = loss_of(model, step)
-        loss.backward()
-        for optimizer in both:
-            optimizer.step()
-        for optimizer in both:
-            optimizer.zero_grad()
-        out.append(loss.item())
-    return [*out, *model.state_dict().values()]
-
-
-def optimizers_around_others(lay: Lay) -> list[Any]:
-    model = net()
-    model, optimizer = lay(model, Lookahead(torch.optim.Adam(model.parameters(), 0.1)))
-    return [*[trained(model, optimizer, step).item() for step in range(4)], *model.parameters()]
-
-
 def norms_that_are_synchronized(lay: Lay) -> list[Any]:
     """Layers of programs for several ranks, made of batch norms, and a copy whose statistics are new."""
     is_plain, out = lay is as_it_is, []  # on several ranks torch's own run on accelerators alone
@@ -521,19 +319,6 @@ def norms_that_are_synchronized(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
-def optimizers_that_answer_for_others(lay: Lay) -> list[Any]:
-    model, out = net(), []
-    model, optimizer = lay(model, Outer(torch.optim.Adam(model.parameters(), 0.1)))
-    for step in range(4):
-        out.append(trained(model, optimizer, step).item())
-        states = optimizer.state_dict()
-        out += [states["state"][i]["exp_avg"].sum() for i in range(6)]
-        assert not any(isinstance(x, espalier.DTensor) for x in states["state"][0].values())
-        if step == 1:
-            optimizer.load_state_dict(copy.deepcopy(states))
-    return [*out, *model.parameters()]
-
-
 def spread_out(x: torch.Tensor) -> torch.Tensor:
     return (x - x.mean(0)) / (x.std(-1, keepdim=True) + 0.1)
 
@@ -548,24 +333,6 @@ def functions_of_torchscript(lay: Lay) -> list[Any]:
     for step in range(3):
         loss = loss_of(model, step) + sum(penalty(p) for p in model.parameters())
         losses.append(stepped(loss, optimizer).item())
-    return [*losses, *model.parameters()]
-
-
-def penalties_by_themselves(lay: Lay) -> list[Any]:
-    """Of parameters: they go back after the loss, of an earlier graph too, and before it."""
-    model = net()
-    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    losses = []
-    for step in range(4):
-        loss, penalty = loss_of(model, step), 0.1 * sum(p.square().sum() for p in model.parameters())
-        optimizer.zero_grad()
-        for part in (penalty, loss) if step == 2 else (loss, penalty):
-            part.backward()
-        if step == 3:
-            (0.1 * next(model.parameters()).abs().sum()).backward()
-            losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        losses.append(loss.item())
     return [*losses, *model.parameters()]
 
 
@@ -651,27 +418,6 @@ def functions_of_ones_own_in_losses(lay: Lay) -> list[Any]:
         x, y = batch(step)
         loss = F.cross_entropy(Turned.apply(model(x), 0.3), y)  # type: ignore[no-untyped-call]
         out.append(stepped(loss, optimizer).item())
-    return [*out, *model.parameters()]
-
-
-def gradients_dropped_by_hand(lay: Lay) -> list[Any]:
-    """Before the first backward pass, and before each."""
-    model = net()
-    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
-    with torch.no_grad():
-        out: list[Any] = [model(batch(9)[0]).sum()]
-    for step in range(3):
-        for p in model.parameters():
-            p.grad = None
-        loss = loss_of(model, step)
-        loss.backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        out += [
-            loss.item(),
-            torch.tensor(float(len(grads))),
-            nn.utils.parameters_to_vector(grads).norm().item(),
-        ]
-        optimizer.step()
     return [*out, *model.parameters()]
 
 
@@ -770,33 +516,6 @@ OF_DATA = (
     layers_that_come_later,
     rows_that_come_later,
 )
-
-
-def numbers(values: list[Any]) -> torch.Tensor:
-    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().flatten().double() for v in values])
-
-
-def as_it_is(model: nn.Module, *more: Any) -> Any:
-    """What ``prepare`` gives, of plain torch."""
-    return (model, *more) if more else model
-
-
-def compare(
-    program: Any, plans: Iterable[tuple[dict[str, Any], dict[str, Any]]], tolerance: float = TOLERANCE
-) -> None:
-    """That a program gives by each plan, and with these options of ``prepare``, what plain torch gives."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(0)
-        expected = numbers(program(as_it_is))
-        for plan, options in plans:
-            torch.manual_seed(0)
-            given = numbers(program(partial(espalier.prepare, plan=plan, **options)))
-            apart = (given - expected).abs().max().item()
-            assert apart < tolerance, f"{program.__name__} under {plan}, {options}: {apart}"
-    finally:
-        torch.set_default_dtype(before)
 
 
 def compared(rank: int, world: int) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.checkpoint import checkpoint
 
 import espalier
-from tests.ranks.test_habits import compare
+from tests.ranks.habits import compare
 
 TOLERANCE = 1e-9
 Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import espalier
-from tests.ranks.test_habits import compare
+from tests.ranks.habits import compare
 
 TOLERANCE = 1e-9
 Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared

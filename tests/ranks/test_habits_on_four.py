@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks.test_habits import compare
+from tests.ranks.habits import compare
 
 TOLERANCE = 1e-10
 Lay = Callable[..., Any]

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.ranks.test_habits import Lay, compare, loss_of, net, trained
+from tests.ranks.habits import Lay, compare, loss_of, trained
+from tests.ranks.habitual import net
 
 
 class Tied(nn.Module):

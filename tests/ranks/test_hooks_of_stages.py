@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 
 import espalier
 from espalier.parallel.pipeline.observed import only_looks
-from tests.ranks.test_habits import Lay, compare, stepped
+from tests.ranks.habits import Lay, compare, stepped
 
 TOLERANCE = 1e-9
 pytestmark = pytest.mark.filterwarnings(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
-from tests.ranks.test_habits import Lay, batch, compare, net, stepped
+from tests.ranks.habits import Lay, batch, compare, stepped
+from tests.ranks.habitual import net
 
 TOLERANCE = 1e-10
 SGD = partial(torch.optim.SGD, lr=0.2)

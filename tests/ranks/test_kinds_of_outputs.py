@@ -17,7 +17,8 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 import espalier
-from tests.ranks.test_habits import Lay, batch, compare, net, stepped
+from tests.ranks.habits import Lay, batch, compare, stepped
+from tests.ranks.habitual import net
 
 SGD = partial(torch.optim.SGD, lr=0.2)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.test_habits import Lay, compare, loss_of, net, trained
+from tests.ranks.habits import Lay, compare, loss_of, trained
+from tests.ranks.habitual import net
 from tests.ranks.test_hooks_of_parameters import Tied, step_of_tied
 
 

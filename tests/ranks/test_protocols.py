@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 import espalier
-from tests.ranks.test_habits import Lay, batch, compare, loss_of, trained
+from tests.ranks.habits import Lay, batch, compare, loss_of, trained
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ import espalier
 from espalier.parallel.compose import UndividedWarning
 from tests.pure.test_left import MODELS, Restarted
 from tests.pure.test_split_odd import AroundTrunk, ReversibleTrunk
-from tests.ranks.test_habits import as_it_is, numbers
+from tests.ranks.habits import as_it_is, numbers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:A value is asked for that lies on ranks:espalier.GatherWarning"

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import espalier
+from tests.ranks import habits as loops
+from tests.ranks import habits_of_optimizers
 from tests.ranks import test_habits as habits
+from tests.ranks.habits import TOLERANCE, as_it_is, numbers
 from tests.sim.device import Telling
 from tests.sim.order import Entry, check
 from tests.sim.test_plans import OFFLOADED, UNUSED
@@ -89,7 +92,7 @@ def tried(shared: Shared, rank: int, world: int, plan: dict[str, Any], names: li
         for name in names:
             program = getattr(habits, name)
             torch.manual_seed(0)
-            expected = habits.numbers(program(habits.as_it_is))
+            expected = numbers(program(as_it_is))
             steps: list[int] = []
 
             def watched_batch(step: int, steps: list[int] = steps) -> Any:
@@ -102,12 +105,13 @@ def tried(shared: Shared, rank: int, world: int, plan: dict[str, Any], names: li
             shared.log.clear()
             torch.manual_seed(0)
             with pytest.MonkeyPatch.context() as patch, torch.device("sim"), shared.sim.watched() as told:
-                patch.setattr(habits, "batch", watched_batch)
+                for module in (habits, habits_of_optimizers, loops):  # each has it
+                    patch.setattr(module, "batch", watched_batch)
                 out = program(partial(espalier.prepare, plan=plan))
             calls = list(shared.log)
             if not any(steps):
                 _forget_waits(told)
-            given = habits.numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in out])
+            given = numbers([espalier.full_tensor(torch.as_tensor(v)).detach().cpu() for v in out])
             faults = Counter({one: n for one, n in told.items() if not _is_excused(one, name)})
             found[name] = Told(float((given - expected).abs().max()), faults, calls)
     finally:
@@ -165,6 +169,6 @@ def test_habits(
         faults = sum((of.faults for of in ranks), Counter[Telling]())
         assert not faults, (name, faults)
         apart = max(of.apart for of in ranks)
-        assert apart < habits.TOLERANCE, f"{name}: {apart}"
+        assert apart < TOLERANCE, f"{name}: {apart}"
         check([of.calls for of in ranks])
     figures.append(f"{len(names)} habits, {plan}  {world} ranks: no fault")
