@@ -37,6 +37,7 @@ from espalier.engine.kept import (
     call_method,
     captured,
     evaluated,
+    is_of_all,
     refuse_written,
     step_of,
     with_writes,
@@ -295,7 +296,7 @@ class Awaited(Kept):
         self._has_gone_back, self._is_retained, whole = True, bool(retain_graph), self
         while whole._step is not None and whole._step.func is operator.truediv:
             inner, parts = whole._step.args
-            if not isinstance(inner, Awaited) or type(parts) not in (int, float):
+            if not isinstance(inner, Awaited) or not is_of_all(parts):
                 break
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
             inner._is_retained = whole._is_retained
@@ -541,24 +542,25 @@ def _compared(name: str) -> Callable[..., Any]:
 def as_count(made: Awaited) -> Awaited:
     """What a call gives, as the number that it is, if it is a size or made of sizes."""
     step = made._step
-    if step is None or not (step.func in _OF_COUNTS or step.func is operator.getitem or _sizes(made)):
-        return made
-    of = step.args[0] if step.args else None
-    if step.func in _OF_COUNTS and not all(type(x) in (int, Count) for x in step.args):
-        return made
-    if step.func is operator.getitem and not (isinstance(of, Awaited) and _sizes(of)):
+    if step is not None and step.func in _OF_COUNTS:
+        is_count = all(type(x) in (int, Count) for x in step.args)
+    else:
+        is_count = _is_size(made)
+    if not is_count:
         return made
     number = made._shapes()
     return Count(number, made._source, step) if type(number) is int else made
 
 
-def _sizes(of: Awaited) -> bool:
-    """Whether it is the shape of something, or one of its sizes."""
-    step = of._step
+def _is_size(of: Any) -> bool:
+    """Whether it is the shape of something that is yet to be computed, or one of its sizes."""
+    step = of._step if isinstance(of, Awaited) else None
     if step is None:
         return False
     if step.func is call and isinstance(step.args[0], Awaited) and (within := step.args[0]._step) is not None:
         return within.func is getattr and within.args[1] in _OF_ROWS
+    if step.func is operator.getitem:
+        return _is_size(step.args[0])
     return (step.func is getattr and step.args[1] == "shape") or (
         getattr(step.func, "__name__", "") in _OF_ROWS
     )
@@ -593,17 +595,6 @@ def _comparison(func: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         return kept(self, other)
 
     return compared
-
-
-def _is_size(x: Awaited) -> bool:
-    """Whether it is one of the sizes of what is yet to be computed."""
-    of: Any = x
-    step = of._step
-    while (
-        isinstance(of, Awaited) and (step := of._step) is not None and step.func in (operator.getitem, call)
-    ):
-        of = step.args[0]
-    return step is not None and step.func is getattr and step.args[1] in ("shape", "size")
 
 
 def _in_place_operator(name: str) -> Callable[..., Any]:

@@ -207,7 +207,7 @@ def evaluated(
             counted = one._statistics() if one._has_counted else ()  # they are not to count again
             spare = {id(x): x.clone() for x in counted}
             args, kwargs = (tree_map(value_of, x, SOUGHT) for x in (list(step.args), dict(step.kwargs)))
-            if step.func is operator.truediv and _is_of_all(step.args[1]) and not on_meta:
+            if step.func is operator.truediv and is_of_all(step.args[1]) and not on_meta:
                 args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
             with (
                 nullcontext() if step.state.grad else torch.no_grad(),
@@ -223,7 +223,7 @@ def evaluated(
     return values[id(of)]
 
 
-def _is_of_all(x: Any) -> bool:
+def is_of_all(x: Any) -> bool:
     """Whether it is a number that is the same for all parts of the rows."""
     return isinstance(x, int | float) and not isinstance(x, Kept)
 

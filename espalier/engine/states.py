@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from espalier.comm.control import gather_objects
+from espalier.engine.beside import held_by
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
@@ -94,10 +95,7 @@ class Strangers:
             self._known.add(optimizer)
             _exchange_states(optimizer, self._whole_among)
         if optimizer.__dict__.pop("_has_others_states", False):
-            take_over(
-                optimizer,
-                [p for group in optimizer.param_groups for p in group["params"] if type(p) is DTensor],
-            )
+            take_over(optimizer, [p for p in held_by(optimizer) if type(p) is DTensor])
 
 
 def _exchange_states(
@@ -155,7 +153,7 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: all are of parameters in stages of other ranks.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = held_by(optimizer)
     elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
     strange = elsewhere & set(optimizer.state)
     if strange and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):

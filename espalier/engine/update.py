@@ -233,7 +233,7 @@ def update(
     if isinstance(optimizer, Several):
         optimizer.step_by(partial(update, factor=factor, runs=runs, own=own))
         return
-    held = _held(optimizer)
+    held = held_by(optimizer)
     parameters = [p for p in held if type(p) is DTensor]
     if own is not None:
         came_later = [p for p in parameters if id(p) not in own and p._layout.mesh.is_member]
@@ -257,17 +257,13 @@ def update(
             if runs is not None:
                 runs.join(optimizer, substitutes)
             if factor is not None:
-                scale_gradients(_held(optimizer), factor)
+                scale_gradients(held_by(optimizer), factor)
             fuse(optimizer, substitutes)
             yield
 
     with on_locals(parameters), prepared():
         optimizer.step()
     stamp_states(optimizer)
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -277,7 +273,7 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
             part.zero_grad(set_to_none=True)
             continue
         with raw():
-            for p in _held(part):
+            for p in held_by(part):
                 p.__dict__.pop("_reduced", None)
                 _set_grad(p, None)
 

@@ -24,6 +24,7 @@ import torch
 
 from espalier.device import attention_kernels
 from espalier.torch_private import raw
+from espalier.trees import attributes
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, range)
 _LISTS = (tuple, list)
@@ -199,22 +200,17 @@ class _Walk:
             self.add([x.func, x.args, x.keywords])
             return
         self._named(type(x))
-        attributes = dict(getattr(x, "__dict__", {}))
-        for base in type(x).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(x, name):
-                    attributes[name] = getattr(x, name)
+        held = attributes(x)
         if isinstance(x, Mapping):
-            attributes = {"items of": dict(x), **attributes}
-        if not attributes:
+            held = {"items of": dict(x), **held}
+        if not held:
             said = repr(x)
             if " at 0x" in said:
                 if type(x).__init__ is object.__init__ and type(x).__module__ != "builtins":
                     return  # of a class whose objects have nothing
                 raise _UntoldError
             self.tell(said)
-        for name, value in attributes.items():
+        for name, value in held.items():
             if not str(name).endswith("_hash"):  # of texts: another one in each process
                 self.tell(str(name))
                 self.add(value)
