@@ -4,8 +4,9 @@
     espalier run -n 4 examples/plain_loop.py                 data 4
     espalier run -n 4 examples/plain_loop.py --tensor 2      data 2 × tensor 2
     espalier run -n 4 examples/plain_loop.py --tensor 4      tensor 4
+    espalier run -n 4 examples/plain_loop.py --pipe 2        pipe 2 × data 2
 
-All four print the same losses.
+All five print the same losses.
 """
 
 import argparse
@@ -37,13 +38,14 @@ class Model(nn.Module):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tensor", type=int, default=1)
-tensor = parser.parse_args().tensor
+parser.add_argument("--pipe", type=int, default=1)
+given = parser.parse_args()
 
 ranks = int(os.environ.get("WORLD_SIZE", "1"))  # as `espalier run` and torchrun say; alone: one
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-plan = espalier.Plan(data=ranks // tensor, tensor=tensor)
+plan = espalier.Plan(data=ranks // (given.tensor * given.pipe), tensor=given.tensor, pipe=given.pipe)
 engine = espalier.initialize(model, optimizer, plan, loss_fn=F.mse_loss)
 
 for step in range(1, 201):

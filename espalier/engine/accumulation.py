@@ -64,12 +64,13 @@ class Accumulation:
         axes: of the mesh, those that share the batch's rows.
 
     Attributes:
+        count: as given.
         done: micro-batches whose gradients are there.
         closed: there will be no more micro-batches.
     """
 
     def __init__(self, size: int, count: Count | None, mesh: Mesh, axes: tuple[int, ...]) -> None:
-        self.size, self._count, self._mesh = size, count, mesh
+        self.size, self.count, self._mesh = size, count, mesh
         # along axes of a grid, and of experts, weights are cut, too
         data = tuple(a for a in axes if mesh.names[a] in ("data", "replicate"))
         self._watcher = Counting(axes, data)
@@ -118,13 +119,12 @@ class Accumulation:
         """
         if self._adds:
             return forward(batch), None
-        if self._count is None:
+        if self.count is None:
             self._watcher.rows = max((x.shape[0] for x in tensors_in(batch) if x.ndim), default=0)
             with watching(self._watcher):
                 loss = forward(batch)
             return loss, self._seen(loss)
-        loss = forward(batch)
-        return loss, None if self._count == "sum" else self._counted(self._count, batch)
+        return forward(batch), self.number_of(batch)
 
     @contextmanager
     def of_one_call(self, numbers: Iterable[torch.Tensor], adds: bool = False) -> Iterator[None]:
@@ -142,8 +142,20 @@ class Accumulation:
     @property
     def followed(self) -> Followed | None:
         """The values of a forward pass that :meth:`counted` looks at."""
-        looks = self._count is None and not self._adds
+        looks = self.count is None and not self._adds
         return Followed(self._watcher, _is_marked, mean_on_one_rank) if looks else None
+
+    def check_open(self) -> None:
+        """See that another micro-batch may follow.
+
+        Raises:
+            ValueError: it would be one too many.
+        """
+        if self.complete:
+            raise ValueError(
+                f"The gradients of {self.done} micro-batches are finished (Plan.accumulate is {self.size}): "
+                "call engine.step() before the next backward."
+            )
 
     def check(self) -> None:
         """Before a micro-batch's backward pass.
@@ -151,11 +163,7 @@ class Accumulation:
         Raises:
             ValueError: it is one too many, or it is not one micro-batch's loss.
         """
-        if self.complete:
-            raise ValueError(
-                f"The gradients of {self.done} micro-batches are finished (Plan.accumulate is {self.size}): "
-                "call engine.step() before the next backward."
-            )
+        self.check_open()
         if len(self._pending) != 1:
             raise ValueError(
                 f"With Plan(accumulate={self.size}) each engine.backward(loss) must follow one "
@@ -221,6 +229,11 @@ class Accumulation:
         return weight
 
     @property
+    def number(self) -> Number:
+        """What the loss of all micro-batches so far is a mean over."""
+        return self._number
+
+    @property
     def complete(self) -> bool:
         """Whether the step is due."""
         return self.closed or self.done == self.size
@@ -250,7 +263,14 @@ class Accumulation:
         assert self._total is not None and layout is not None
         return stamp(self._total.view_as(self._total), layout)
 
-    def _counted(self, count: Callable[[Any], Any], batch: Any) -> torch.Tensor:
+    def number_of(self, batch: Any) -> Number:
+        """What the loss of a micro-batch is a mean over, as :attr:`count` says, which is not None.
+
+        Raises:
+            ValueError: it is no number above 0.
+        """
+        if not callable(count := self.count):
+            return None
         if self._mesh.is_dry:  # there are no values to count
             return torch.ones((), dtype=torch.float64, device=self._mesh.device())
         value, device = count(batch), self._mesh.device()

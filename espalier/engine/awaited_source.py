@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from espalier.engine.accumulation import Number
 from espalier.engine.observing import Place, Sight
 
 Keep = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -23,6 +24,9 @@ class Source(Protocol):
         share_of_loss: what a rank's loss is multiplied by in that of all: 1, or a mean over ranks.
         device: this rank's.
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
+        batch: what the engine was given, if it is one micro-batch of several; else None.
+        is_let_go: whether that may go back.
+        mean_over: what the loss of that is a mean over, where that was seen.
         has_gone_back: whether a loss made of it has.
         calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
@@ -41,6 +45,9 @@ class Source(Protocol):
     is_part: bool
     share_of_loss: float
     keep: Keep
+    batch: Any
+    is_let_go: bool
+    mean_over: Number
     has_gone_back: bool
     calls: Iterator[int]
     made_by: dict[int, Any]

@@ -417,6 +417,9 @@ class Engine(Surface):
                 Several arguments, or ``named`` ones, are the model's own: ``engine(**batch)`` gives what the
                 model gives, as :meth:`outputs` does.
 
+        In a pipeline the loss is computed when it goes back, and its value, if it is asked for before, in a
+        forward pass of its own, for which all ranks must ask.
+
         Raises:
             ValueError: there is no loss, or it is not one number; what it is a mean over cannot be seen
                 (``accumulate`` above 1).
@@ -515,12 +518,13 @@ class Engine(Surface):
         After it every ``p.grad`` is the gradient of the whole batch, times :attr:`scale`, and what there was
         before is added to. ``loss.backward()`` does the same, where neither :attr:`scale` nor ``accumulate``
         ask for more. With ``Plan(accumulate=k)`` only the k-th since the last step reduces gradients, where
-        the stage allows it.
+        the stage allows it. In a pipeline each of the k passes through the stages alone, which takes longer
+        than :meth:`train_step`.
 
         Raises:
             ValueError: there was no batch yet; or, with ``accumulate``, it is not one micro-batch's loss.
         """
-        self.passes.one_by_one("engine.backward(loss)").backward(loss)
+        self.passes.backward(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in here only accumulate; the next one outside reduces for all.

@@ -207,7 +207,8 @@ def evaluated(
             counted = one._statistics() if one._has_counted else ()  # they are not to count again
             spare = {id(x): x.clone() for x in counted}
             args, kwargs = (tree_map(value_of, x, SOUGHT) for x in (list(step.args), dict(step.kwargs)))
-            if step.func is operator.truediv and is_of_all(step.args[1]) and not on_meta:
+            is_alone = one._source.batch is not None  # a micro-batch that the loop knows
+            if step.func is operator.truediv and is_of_all(step.args[1]) and not (on_meta or is_alone):
                 args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
             with (
                 nullcontext() if step.state.grad else torch.no_grad(),

@@ -305,6 +305,23 @@ class Passes(ABC):
         return having(self, is_syncing=sums)
 
     @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """See :meth:`espalier.Engine.backward`."""
+
+    def check_kept(self, of_step: Accumulation) -> None:
+        """See that the gradients of a step's micro-batches so far are there.
+
+        Raises:
+            ValueError: the program has dropped them.
+        """
+        if of_step.done and not self.shows_gradients:
+            raise ValueError(
+                f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
+                "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
+                "begin anew, call engine.zero_grad()."
+            )
+
+    @abstractmethod
     def one_by_one(self, what: str) -> Direct:
         """These passes, for a call (``what``) that concerns one micro-batch alone.
 
@@ -616,13 +633,13 @@ class Direct(Passes):
         return plain_output(self.call.output(self.call.entered(inputs)))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See :meth:`espalier.Engine.backward`."""
         of_step = self.accumulation
         if self.data is None:
             raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
         if of_step is not None:
             of_step.check()
-            self._check_kept(of_step)
+            if not self._is_within:
+                self.check_kept(of_step)
         telling = Telling((loss,))
         with self.watch or nullcontext(), self.call.casts or nullcontext(), self._hooks.open():
             if self._tells:
@@ -652,15 +669,6 @@ class Direct(Passes):
             for a, n in enumerate(self.mesh.shape)
         ]
         return stamp(loss.reshape(()) / readers, Layout(self.mesh, placements, ()))
-
-    def _check_kept(self, of_step: Accumulation) -> None:
-        """See that the gradients of a step's micro-batches so far are there."""
-        if of_step.done and not self._is_within and not self.shows_gradients:
-            raise ValueError(
-                f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
-                "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
-                "begin anew, call engine.zero_grad()."
-            )
 
     def _begin_backward(self, asked: bool) -> None:
         OwnLoop.close()

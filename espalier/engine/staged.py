@@ -29,6 +29,7 @@ from espalier.engine.looks import let_look
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
+from espalier.engine.one_by_one import OneByOne
 from espalier.engine.own_graphs import beside
 from espalier.engine.passes import (
     Backward,
@@ -87,11 +88,11 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
-        self.ranks_have_parts = False  # a loss is made on each rank's rows
+        self.counts_one = False  # what a loss is a mean over is to be known of one micro-batch, too
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
-        self._copies = Copies(self)
+        self._copies, self._alone = Copies(self), OneByOne(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
         self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
@@ -255,11 +256,14 @@ class Staged(Passes):
         """Nothing: what is made beside the stages goes back by itself."""
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """The loss of a batch, under ``torch.no_grad()`` alone: plain, the same on every rank."""
+        """The loss of a batch: to come, or, under ``torch.no_grad()``, plain, the same on every rank."""
         if torch.is_grad_enabled():
-            self.one_by_one("engine(batch)")
+            return cast(torch.Tensor, self._alone.loss(batch))
         ((loss, _),) = self._passed([batch], counts=False)
-        return self._of_last(averaged([(loss, None)]))
+        return self.of_last(averaged([(loss, None)]))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._alone.backward(loss)
 
     def train(self, parts: Iterable[Any], phase: Phase, forward: Loss, backward: Backward) -> None:
         parts = list(parts)
@@ -275,7 +279,7 @@ class Staged(Passes):
         data = self._laid_out(parts[0])
         for part in parts:
             self._begins(part)
-        are_parts = len(parts) > 1 or self.ranks_have_parts
+        are_parts = len(parts) > 1 or self.counts_one
         work = MicroBatches(self._context(data), parts, phase, counts=are_parts)
         for gradients in data.gradients.parts:
             gradients.hold()
@@ -304,7 +308,7 @@ class Staged(Passes):
                 losses += self._passed(some)
                 some = []
         losses += self._passed(some)
-        return self._of_last(averaged(losses))
+        return self.of_last(averaged(losses))
 
     def output(self, inputs: Any, model: nn.Module | None = None) -> Any:
         """What the model gives for inputs, or a copy of it: plain, on every rank."""
@@ -312,7 +316,7 @@ class Staged(Passes):
         work = Prediction(self._context(data), [inputs], lambda name: None, counts=False, model=model)
         schedule = self.stages.schedule(1, only=ActionKind.F)
         self._run(work, schedule)
-        self._of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
+        self.of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
         return work.everywhere(schedule.stage_to_rank[-1])
 
     def written(self) -> tuple[int, int]:
@@ -323,14 +327,15 @@ class Staged(Passes):
         """Lay the model out for these inputs, unless it is."""
         self._laid_out(self.call.alone(inputs))
 
-    def outputs(self, inputs: Any, rows: str) -> Any:
+    def outputs(self, inputs: Any, rows: str, batch: Any = None) -> Any:
+        """See :class:`~espalier.engine.passes.Passes`; ``batch``: they are of one micro-batch of several."""
         if torch.is_inference_mode_enabled():  # what is traced is told of writes by versions
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
         entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
         self.observers.take()
         with self.observers.quiet():
-            call = ModelRun(self, entered, rows, made_by, keep)
+            call = ModelRun(self, entered, rows, made_by, keep, batch)
             out = self._called(call)
         if self.observers.look_forward and not self.mesh.is_dry:
             self.observers.tell_of_divided(self.stages.split.divided)
@@ -419,7 +424,7 @@ class Staged(Passes):
         nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
         return [work.losses.get(i, (nothing, None)) for i in range(len(parts))]
 
-    def _of_last(self, value: torch.Tensor) -> torch.Tensor:
+    def of_last(self, value: torch.Tensor) -> torch.Tensor:
         """A whole number of the last stage's, on all ranks.
 
         Raises:
@@ -463,6 +468,14 @@ class Staged(Passes):
         raise AssertionError("a rank has failed")
 
     # ---- gradients, and what the last stage knows
+
+    def forget(self) -> None:
+        self.accumulation = self.evaluation
+        super().forget()
+
+    def finish_gradients(self, beside: Iterable[torch.Tensor] = ()) -> None:
+        super().finish_gradients(beside)
+        self._alone.finish()
 
     @property
     def keeps_gradients(self) -> bool:

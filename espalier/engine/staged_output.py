@@ -20,7 +20,7 @@ from espalier.blocks import parameters_in
 from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.device import is_accelerator
-from espalier.engine.accumulation import Accumulation
+from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
@@ -69,7 +69,7 @@ class StagedPasses(Protocol):
     known_losses: dict[Hashable, bool]
     observers: Observers
     last_factor: torch.Tensor | None
-    ranks_have_parts: bool
+    counts_one: bool
     scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation
@@ -108,11 +108,26 @@ class ModelRun:
         rows: as for :meth:`espalier.Engine.outputs`.
         made_by: of inputs that an earlier call is yet to compute, what they are values of, by ``id``.
         keep: what makes, or keeps, calls with what it gives.
+        batch: of which this is to be one micro-batch of several, which pass alone; None: it is not.
+
+    Attributes:
+        is_let_go: the engine has been asked to let such a one go back.
+        mean_over: of such a one, what its loss is a mean over, once it went back; in the last stage.
     """
 
+    is_let_go = False
+    mean_over: Number = None
+
     def __init__(
-        self, passes: StagedPasses, inputs: Any, rows: str, made_by: dict[int, Any], keep: Keep
+        self,
+        passes: StagedPasses,
+        inputs: Any,
+        rows: str,
+        made_by: dict[int, Any],
+        keep: Keep,
+        batch: Any = None,
     ) -> None:
+        self.batch = batch
         self._passes, self._inputs, self.is_own, self.keep = passes, inputs, rows == "own", keep
         _refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
@@ -123,7 +138,8 @@ class ModelRun:
         self._state = TorchState.now(passes.mesh.device_type)
         readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
         self.is_part, self.share_of_loss = readers > 1, 1 / readers
-        self.is_whole, self.is_of_all = not self.is_part and passes.plan.accumulate == 1, False
+        is_one = batch is not None or passes.plan.accumulate == 1
+        self.is_whole, self.is_of_all = not self.is_part and is_one, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
         # before and after a value was computed in its place; what its loss is to draw from
@@ -429,11 +445,36 @@ class ModelRun:
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
         batches = self._passes.call.batches
-        parts = [batch] if whole else batches.cut(batch)
+        parts = [batch] if whole or self.batch is not None else batches.cut(batch)
         if not self.is_own:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]
         return [part for part, _ in of_ranks], [own for _, own in of_ranks]
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether it is to be seen what the loss of this micro-batch is a mean over."""
+        return self.batch is not None and self._passes.evaluation.count is None
+
+    def _check_alone(self, beside: Sequence[torch.Tensor], adds: bool) -> None:
+        """See that a micro-batch of several can be weighed.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        reason = None
+        if not self.is_let_go:
+            reason = "loss.backward() does not weigh it: write engine.backward(loss)"
+        elif beside:
+            reason = "it hangs on what wants gradients beside the model (an input, a parameter of the loss)"
+        elif adds and self._is_counted:
+            reason = "rows meet in it, and what it is a mean over cannot be seen: say it with count=..."
+        if reason is not None:
+            raise ValueError(
+                f"The loss of one of Plan(accumulate={self._passes.evaluation.size}) micro-batches that pass "
+                f"through a pipeline alone: {reason}. Or give the whole batch: engine.train_step(batch), or "
+                "engine.accumulate(engine.cut(batch)) and engine.step()."
+            )
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let all ranks have what tensors are where the loss was computed (a collective)."""
@@ -564,6 +605,8 @@ class ModelRun:
                 "parameters were updated since: call the model again, or make the step after all backward "
                 "passes."
             )
+        if self.batch is not None:
+            self._check_alone(leaves_beside, adds)
         refuse_changed(self._marks)
         self._let_earlier_write()
         if self.is_own:
@@ -586,12 +629,13 @@ class ModelRun:
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         passes.beside = leaves_beside
         try:
-            numbers = leaves((self._inputs, captured), torch.Tensor)
+            numbers = [] if self.batch is not None else leaves((self._inputs, captured), torch.Tensor)
             in_order = passes.evaluation.of_one_call(numbers, adds)
-            of_parts = having(passes, ranks_have_parts=self.is_part and not adds)
+            of_parts = having(passes, counts_one=(self.is_part and not adds) or self._is_counted)
             with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
+            self.mean_over = passes.evaluation.number
         finally:
             call.loss_fn, passes.beside = before, ()
         share_gradients(leaves_beside, passes.mesh["pipe"], mean=False)

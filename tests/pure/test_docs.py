@@ -66,16 +66,17 @@ def loop(rank: int, world: int, *arguments: str) -> str:
 
 @pytest.mark.world(4)
 def test_the_plain_loop_prints_the_same_losses_under_every_layout(ranks: Any) -> None:
-    """One process against data 2 × tensor 2."""
+    """One process against data 2 × tensor 2, and pipe 2 × data 2."""
     (alone,) = ranks(1, loop)
     spread, *others = ranks(4, loop, "--tensor", "2")
+    staged, *_ = ranks(4, loop, "--pipe", "2")
     assert others == ["", "", ""]
 
     def losses(printed: str) -> list[str]:
         return [line for line in printed.splitlines() if line.startswith("step")]
 
     assert len(losses(alone)) == 4
-    assert losses(alone) == losses(spread)
+    assert losses(alone) == losses(spread) == losses(staged)
     assert "S(0)" in spread and "S(1)" in spread, "the two layers are column and row"
 
 

@@ -1,0 +1,118 @@
+"""Loops that pass batches through a pipeline by themselves: ``engine(batch)``, ``engine.backward(loss)``.
+
+With ``Plan(accumulate=k)`` each is one micro-batch of k of a step, and passes through the stages alone, when
+its loss goes back. Its gradients are weighed by what its loss is a mean over, as under any other plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+
+from espalier.blocks import parameters_in
+from espalier.comm.control import any_says
+from espalier.engine.accumulation import Accumulation, Number
+from espalier.engine.awaited import Awaited
+from espalier.engine.batches import loss_of
+from espalier.engine.norm import scale_gradients
+from espalier.engine.staged_output import StagedPasses
+from espalier.meanwhile import having
+from espalier.tensor import DTensor
+from espalier.tensor.observers import user_frame
+
+_ALONE = (
+    "engine.backward(loss) in a pipeline: each of the {} micro-batches of a step passes through the stages "
+    "alone, and stages wait for one another meanwhile. engine.train_step(batch), or "
+    "engine.accumulate(engine.cut(batch)) and engine.step(), let them follow one behind the other."
+)
+
+
+class LoopPasses(StagedPasses, Protocol):
+    """What of :class:`~espalier.engine.staged.Staged` a loop needs beside what a call of its does."""
+
+    accumulation: Accumulation | None
+
+    def outputs(self, inputs: Any, rows: str, batch: Any = None) -> Any: ...
+    def check_kept(self, of_step: Accumulation) -> None: ...
+    def of_last(self, value: torch.Tensor) -> torch.Tensor: ...
+
+
+class OneByOne:
+    """The micro-batches of a step that the program passes by itself, through the stages of some passes."""
+
+    def __init__(self, passes: LoopPasses) -> None:
+        self._passes, self._has_told = passes, False
+        self._adds: bool | None = None  # losses are sums; None: not known
+
+    def loss(self, batch: Any) -> Any:
+        """The loss of a batch, or, with ``accumulate``, of one micro-batch of a step, before it is there."""
+        passes = self._passes
+        loss_fn, (inputs, target) = passes.call.loss_fn, passes.call.parted(batch)
+        out = passes.outputs(inputs, "all", batch if passes.evaluation.size > 1 else None)
+        return out.by(loss_of) if loss_fn is None else loss_fn(out, target)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Let a loss go back, of a step or of a micro-batch.
+
+        Raises:
+            ValueError: it is none of this engine's, or one too many.
+        """
+        passes = self._passes
+        if type(loss) is not Awaited:
+            raise ValueError(
+                f"engine.backward(loss) got a {type(loss).__name__} that comes of no call of this engine. "
+                "Give it what loss = engine(batch) is, or what is made of that or of engine(**inputs)."
+            )
+        run = loss._source
+        if run.batch is None:
+            loss.backward()
+            return
+        step, whole = passes.accumulation, passes.evaluation
+        if step is None or step is whole:
+            whole.check_open()
+            step = Accumulation(whole.size, whole.count, passes.mesh, ())
+        step.check_open()
+        passes.check_kept(step)
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(_ALONE.format(step.size), stacklevel=user_frame()[0])
+        earlier = passes.taken_gradients()
+        passes.accumulation = whole
+        try:
+            with having(run, is_let_go=True):
+                loss.backward()
+            assert passes.loss is not None
+            self._scale(step.weigh(passes.loss, self._mean_over(run.batch, run.mean_over)))
+        finally:
+            passes.add_gradients(earlier)
+            passes.accumulation = step
+        if step.complete:
+            self._scale(step.factor())
+        passes.loss = step.loss
+
+    def _mean_over(self, batch: Any, seen: Number) -> Number:
+        """What the loss of a micro-batch is a mean over; ``seen`` is what the last stage saw."""
+        passes = self._passes
+        if passes.evaluation.count is not None:
+            return passes.evaluation.number_of(batch)
+        mesh = passes.mesh
+        if self._adds is None:
+            self._adds = mesh.is_dry or not any_says(seen is not None, mesh)
+        if self._adds:
+            return None
+        zero = torch.zeros((), dtype=torch.float64, device=mesh.device())
+        return passes.of_last(zero if seen is None else seen)
+
+    def _scale(self, factor: torch.Tensor | None) -> None:
+        """Multiply the gradients that there are."""
+        if factor is not None:
+            own = [p for p in parameters_in(self._passes.call.module) if isinstance(p, DTensor)]
+            scale_gradients(own, factor)
+
+    def finish(self) -> None:
+        """Let the micro-batches so far be all of the step."""
+        step = self._passes.accumulation
+        if step is not None and step is not self._passes.evaluation:
+            self._scale(step.factor())
