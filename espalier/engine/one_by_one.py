@@ -27,6 +27,11 @@ _ALONE = (
     "alone, and stages wait for one another meanwhile. engine.train_step(batch), or "
     "engine.accumulate(engine.cut(batch)) and engine.step(), let them follow one behind the other."
 )
+_OWN = (
+    "engine.backward(loss) of a loss that the program makes of outputs, with Plan(accumulate={0}) in a "
+    "pipeline: there each call of the model is cut into {0} micro-batches. Write loss.backward(), and a step "
+    "after each; or initialize(..., loss_fn=...) and loss = engine(batch), each one of {0} of a step."
+)
 
 
 class LoopPasses(StagedPasses, Protocol):
@@ -57,7 +62,8 @@ class OneByOne:
         """Let a loss go back, of a step or of a micro-batch.
 
         Raises:
-            ValueError: it is none of this engine's, or one too many.
+            ValueError: it is none of this engine's, or one too many; or, with ``accumulate``, it was made
+                of outputs.
         """
         passes = self._passes
         if type(loss) is not Awaited:
@@ -66,10 +72,12 @@ class OneByOne:
                 "Give it what loss = engine(batch) is, or what is made of that or of engine(**inputs)."
             )
         run = loss._source
+        step, whole = passes.accumulation, passes.evaluation
         if run.batch is None:
+            if whole.size > 1:
+                raise ValueError(_OWN.format(whole.size))
             loss.backward()
             return
-        step, whole = passes.accumulation, passes.evaluation
         if step is None or step is whole:
             whole.check_open()
             step = Accumulation(whole.size, whole.count, passes.mesh, ())

@@ -167,6 +167,7 @@ def refuse(rank: int, world: int) -> None:
 
     loss = engine((x, labels))
     refused(r"write engine\.backward\(loss\)", loss.backward)
+    refused("makes of outputs", lambda: engine.backward(engine(x=x, labels=labels)["loss"]))
     refused("no call of this engine", lambda: engine.backward(torch.ones(())))
     refused(
         "beside the model(.|\n)*train_step",
