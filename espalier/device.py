@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from espalier.torch_private import allocator_settings, set_allocator_settings
+from espalier.torch_private import allocator_settings, backend_for, set_allocator_settings
 
 # methods of tensors that move them to a kind of device
 MOVES = tuple(name for name in ("cpu", "cuda", "xpu") if hasattr(torch.Tensor, name))
@@ -145,6 +145,29 @@ def backends(device: torch.device) -> dict[str, Any]:
             os.environ.setdefault(name, value)
     of_device = dist.get_default_backend_for_device(device.type)
     return {"backend": f"cpu:gloo,{device.type}:{of_device}", "device_id": device}
+
+
+# NCCL's from torch 2.15 on: see :func:`of_further_groups`
+_BOUND = tuple(
+    vars(dist)[name] for name in ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy") if hasattr(dist, name)
+)
+
+
+def of_further_groups(world: Any, by_pairs: bool) -> dict[str, Any]:
+    """What ``new_group`` is told in a world that is bound to a device.
+
+    Up to torch 2.14 nothing. From then on NCCL binds each group to a device when it is made: by itself to
+    that which ``LOCAL_RANK`` numbers, or this rank's place in the world. And all messages in a group stand in
+    one queue, but of its backend "nccl-lazy".
+
+    Args:
+        by_pairs: each two ranks are to have a queue of their own for messages.
+    """
+    device = world.bound_device_id
+    backend = None if device is None or not _BOUND else backend_for(world, device)
+    if not isinstance(getattr(backend, "wrapped_pg", backend), _BOUND):
+        return {}
+    return {"device_id": device, **({"backend": "nccl-lazy"} if by_pairs else {})}
 
 
 def known_backends() -> list[str]:

@@ -1,10 +1,10 @@
 """Every private name of torch that is used here, under our own; nowhere else in the package stands one.
 
-All were seen in torch 2.11 to 2.13. Where one is gone, the import of this file says so by name; those that
-can be done without are None then, and whoever uses them has another way. Another version of torch is tried
-here first, then by the tests (``make lint test TORCH=2.11.0``). So are private attributes of torch's objects:
-an object that lacks one says so when it is asked. Not here: operators of ``torch.ops``. ``tools/private.py``,
-which ``make lint`` runs, finds any other.
+All were seen run in torch 2.11 to 2.13, and read in 2.14 and 2.15. Where one is gone, the import of this file
+says so by name; those that can be done without are None then, and whoever uses them has another way. Another
+version of torch is tried here first, then by the tests (``make lint test TORCH=2.11.0``). So are private
+attributes of torch's objects: an object that lacks one says so when it is asked. Not here: operators of
+``torch.ops``. ``tools/private.py``, which ``make lint`` runs, finds any other.
 """
 
 # ruff: noqa: F401
@@ -31,6 +31,8 @@ from torch.nn.utils import parametrize
 from torch.optim import optimizer as optimizers
 
 from espalier.meanwhile import having
+
+NEWEST_TRIED = (2, 13)  # of torch, with which the tests were run
 
 try:
     # ---- torch functions: on, off, and the modes that see them
@@ -116,7 +118,7 @@ try:
 except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"torch {torch.__version__} lacks a private name that Espalier rests on ({missing}). It was tried "
-        "with torch 2.11 to 2.13: install one of these, or tell us."
+        f"with torch 2.11 to {'.'.join(map(str, NEWEST_TRIED))}: install one of these, or tell us."
     ) from missing
 
 # where torch's dispatch modes stand that only look on
@@ -324,6 +326,22 @@ def node_number(node: Any) -> int:
 def function_of(node: Any) -> Any:
     """The ``torch.autograd.Function`` that a node is of; None: it is of torch's own."""
     return getattr(node, "_forward_cls", None)
+
+
+_looks_for_hooks = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
+
+
+def passed_over(pack: Any, outer: Any) -> Any:
+    """A hook that packs saved tensors, which torch's selective checkpointing takes for none of the program's.
+
+    From torch 2.15 on that looks which ones a program has around it, and warns of them.
+
+    Args:
+        outer: the hooks around it, if there are some.
+    """
+    if _looks_for_hooks:
+        pack._checkpoint_internal, pack._user_hooks = True, outer
+    return pack
 
 
 # ---- those of modules, by which they are found in ``vars(module)``
@@ -622,7 +640,9 @@ def strided_shard() -> Any:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """How long collectives of the running world may wait from now on."""
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout)
+    # torch 2.14 made it public, and warns of the private name
+    say: Any = getattr(torch.distributed, "set_timeout", None)
+    (say or torch.distributed.distributed_c10d._set_pg_timeout)(timeout)
 
 
 def forget_failed_world() -> None:
@@ -696,6 +716,8 @@ def as_in_backward(has_gradient: Callable[[Any], bool]) -> Iterator[None]:
 DOORS = {
     "conversion": "torch.nn:Module._apply",  # what becomes of a module's parameters
     "backward hooks": "torch.utils.hooks:BackwardHook._apply_on_tensors",
+    # in torch 2.15 ``checkpoint`` calls the first
+    "recomputation of what is given": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl",
     "recomputation": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     "vmap": "torch._functorch.vmap:_add_batch_dim",
     "grad": "torch._functorch.eager_transforms:_wrap_for_grad",

@@ -191,6 +191,8 @@ def _call(call: Call, rank: int) -> Any:
 def _join(world: World, rank: int, timeout: float) -> None:
     import torch.distributed as dist
 
+    from espalier.torch_private import set_group_timeout
+
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -200,7 +202,7 @@ def _join(world: World, rank: int, timeout: float) -> None:
     limit = timedelta(seconds=min(timeout, MEETING))
     store = _store(world, rank, limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    set_group_timeout(timedelta(seconds=timeout))
 
 
 def _store(world: World, rank: int, limit: timedelta) -> Any:

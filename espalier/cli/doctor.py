@@ -153,10 +153,11 @@ def _torch() -> list[Finding]:
     from espalier.device import known_backends
 
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
-    old = release < (2, 11)
-    remedy = "pip install 'torch>=2.11'" if old else ""
-    fix = _installed("torch>=2.11") if old else None
-    findings = [Finding("torch", torch.__version__, "wrong" if old else "good", remedy, fix)]
+    if release < (2, 11):
+        remedy = "pip install 'torch>=2.11'"
+        findings = [Finding("torch", torch.__version__, "wrong", remedy, _installed("torch>=2.11"))]
+    else:
+        findings = [_tried(torch.__version__, release)]
     if not dist.is_available():
         remedy = "install a build of torch that has torch.distributed"
         return [*findings, Finding("torch.distributed", "not in this build", "wrong", remedy)]
@@ -165,6 +166,17 @@ def _torch() -> list[Finding]:
         remedy = "install a build of torch with gloo: CPU ranks talk through it"
         return [*findings, Finding("backends", ", ".join(backends) or "none", "wrong", remedy)]
     return [*findings, Finding("backends", ", ".join(backends))]
+
+
+def _tried(version: str, release: tuple[int, ...]) -> Finding:
+    from espalier.torch_private import NEWEST_TRIED
+
+    if release <= NEWEST_TRIED:
+        return Finding("torch", version)
+    tried = f"{NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}"
+    observed = f"{version}, newer than what the tests were run with (2.11 to {tried})"
+    remedy = f"none, if it does as it should; else tell us, and pip install 'torch=={tried}.*'"
+    return Finding("torch", observed, "note", remedy)
 
 
 def _devices() -> list[Finding]:

@@ -291,20 +291,20 @@ class C10d(Backend):
         return Work(dist.batch_isend_irecv(ops) if ops else (), lambda: out)
 
     def send(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, to: int, tag: int) -> Work[Any]:
-        backend = self.lane(mesh, axis, mesh.coordinate[axis], to, xs[0].device)
-        place = (mesh.order(axis) or range(mesh.shape[axis]))[to]
+        backend, places = self.lane(mesh, axis, mesh.coordinate[axis], to, xs[0].device)
         wires = [as_wire(x) for x in xs]
         # held until the wait, and no longer
-        return Work([backend.send([w], place, tag) for w in wires], wires.clear)
+        return Work([backend.send([w], places[to], tag) for w in wires], wires.clear)
 
     def receive(self, xs: Sequence[torch.Tensor], mesh: Mesh, axis: int, source: int, tag: int) -> Work[Any]:
-        backend = self.lane(mesh, axis, source, mesh.coordinate[axis], xs[0].device)
-        place = (mesh.order(axis) or range(mesh.shape[axis]))[source]
-        return Work([backend.recv([as_wire(x)], place, tag) for x in xs])
+        backend, places = self.lane(mesh, axis, source, mesh.coordinate[axis], xs[0].device)
+        return Work([backend.recv([as_wire(x)], places[source], tag) for x in xs])
 
-    def lane(self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device) -> Any:
-        """What of c10d carries messages between two coordinates: the places there are the axis' group's."""
-        return mesh.backend(axis, device)
+    def lane(
+        self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device
+    ) -> tuple[Any, Sequence[int]]:
+        """What of c10d carries messages between two coordinates, and the place there of each coordinate."""
+        return mesh.backend(axis, device), mesh.order(axis) or range(mesh.shape[axis])
 
 
 def all_reduced(x: torch.Tensor, op: str, mesh: Mesh, axis: int, beside: bool = True) -> Work[Any]:

@@ -92,8 +92,10 @@ class Nccl(C10d):
         if axis in mesh.lanes:
             return
         here, ranks, device = mesh.coordinate[axis], mesh.along(axis), mesh.device()
-        up, down = (backend_for(group_among(ranks), device) for _ in range(2))
-        mesh.lanes[axis] = up, down
+        up, down = (backend_for(group_among(ranks, by_pairs=True), device) for _ in range(2))
+        # the axis' own group need not be in order: torch 2.15 splits it off as it is
+        in_group = sorted(ranks)
+        mesh.lanes[axis] = up, down, [in_group.index(rank) for rank in ranks]
         # NCCL joins two ranks as they first meet, which holds up both: now, in an order that all keep
         word = torch.zeros(1, device=device)
         for pair in sorted(set(pairs) | {(to, source) for source, to in pairs}):
@@ -102,9 +104,14 @@ class Nccl(C10d):
             elif here == pair[1]:
                 self.receive([word], mesh, axis, pair[0], 0).wait()
 
-    def lane(self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device) -> Any:
+    def lane(
+        self, mesh: Mesh, axis: int, source: int, to: int, device: torch.device
+    ) -> tuple[Any, Sequence[int]]:
         lanes = mesh.lanes.get(axis)
-        return mesh.backend(axis, device) if lanes is None else lanes[to < source]
+        if lanes is None:
+            return super().lane(mesh, axis, source, to, device)
+        up, down, places = lanes
+        return down if to < source else up, places
 
     def swap(
         self,

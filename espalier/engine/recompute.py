@@ -42,6 +42,7 @@ from espalier.torch_private import (
     memory_id,
     open_transform,
     own_parameters,
+    passed_over,
     raw,
     version_of,
 )
@@ -371,7 +372,7 @@ def _keeping(inputs: str, tensors: Sequence[torch.Tensor], hosted: _Hosted) -> A
             return by_outer(x, outer)
         return _Slice(x, kept[key], outer) if call is None else _OnHost(x, call)
 
-    return saved_tensors_hooks(pack, unpacked)
+    return saved_tensors_hooks(passed_over(pack, outer), unpacked)
 
 
 def _identity(x: torch.Tensor) -> Any:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from espalier.device import accelerator, backend_of, current, is_accelerator, of_world
+from espalier.device import accelerator, backend_of, current, is_accelerator, of_further_groups, of_world
 from espalier.meanwhile import having
 from espalier.mesh.process import running_size, start
 from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
@@ -78,8 +78,8 @@ class Mesh:
         carriers: by axis, what carries its tensors of the CPU (see ``espalier.comm.collectives``).
         timed: by axis, what carries tensors of accelerators while that is timed (see
             ``espalier.comm.waits``).
-        lanes: by axis, what carries messages alone, to higher coordinates and to lower ones (see
-            ``espalier.comm.collectives.open_lanes``).
+        lanes: by axis, what carries messages alone, to higher coordinates and to lower ones, and the place
+            there of each coordinate (see ``espalier.comm.collectives.open_lanes``).
         under_way: what compiled graphs have begun on it and not ended (see ``espalier.tensor.bucketing``).
         words: by axis, what a rule is told that may go several ways along it (see :meth:`telling`).
     """
@@ -136,7 +136,7 @@ class Mesh:
         self._backends: dict[tuple[int, torch.device], Any] = {}
         self.carriers: dict[int, Any] = {}
         self.timed: dict[int, Any] = {}
-        self.lanes: dict[int, tuple[Any, Any]] = {}
+        self.lanes: dict[int, tuple[Any, Any, list[int]]] = {}
         self._index = {name: i for i, name in enumerate(names)}
         self._parts: dict[tuple[str, ...], Mesh] = {}
         if device_mesh is not None and self.is_member:
@@ -604,15 +604,19 @@ def _family(device_mesh: DeviceMesh) -> dict[DeviceMesh, Mesh]:
     return family
 
 
-def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group that its members make, and nobody else.
+def group_among(ranks: Sequence[int], *, by_pairs: bool = False) -> dist.ProcessGroup:
+    """A process group that its members make, and nobody else, with its ranks in order.
 
     Torch would split the communicator of a world that is bound to its devices, at which all of the world
-    must be. So it is told of no device meanwhile.
+    must be. So that is told of no device meanwhile.
+
+    Args:
+        by_pairs: each two ranks are to have a queue of their own for messages.
     """
     world: Any = dist.group.WORLD
+    options = of_further_groups(world, by_pairs)
     with having(world, bound_device_id=None):
-        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
     return group
 
 

@@ -610,11 +610,13 @@ def typed_recomputation(generator: Callable[..., Any]) -> Callable[..., Any]:
     Hooks on saved tensors (of a checkpoint around this one, of offloading) give back plain ones.
     """
     kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
-    options = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    several = inspect.Parameter.VAR_POSITIONAL
+    # behind the function and options, or all of them in one
+    inputs = slice(kinds.index(several) - 1, None) if several in kinds else 0
 
     @functools.wraps(generator)
     def wrapped(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        layouts = layouts_of(args[options - 1 :])
+        layouts = layouts_of(args[inputs])
         if not any(layouts):
             return generator(run, *args, **kwargs)
         return generator(lambda *xs, **named: run(*stamped(xs, layouts), **named), *args, **kwargs)

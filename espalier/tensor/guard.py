@@ -84,7 +84,9 @@ from espalier.trees import flat_map, flatten, leaves, tensors_in
 def install() -> None:
     """Wrap torch's doors (a second call does nothing)."""
     base = torch.autograd.Function
-    original = base.__dict__["apply"].__func__
+    own: Any = vars(base)["apply"]
+    # from torch 2.14 on it is one of C's, which has no function
+    original = own.__func__ if isinstance(own, classmethod) else functools.partial(_of_class, own)
     if getattr(original, "_espalier", False):
         return
 
@@ -120,7 +122,8 @@ def install() -> None:
     # checkpointing compares what it saved with what it recomputes: local parts both, wherever it asks
     for mode, describe in determinism_checks.items():
         determinism_checks[mode] = _of_local(describe)
-    wrap_door("recomputation", fallback.typed_recomputation)
+    for door in ("recomputation", "recomputation of what is given"):
+        wrap_door(door, fallback.typed_recomputation)
     for module in (torch, torch.utils.dlpack):
         if hasattr(module, "to_dlpack"):
             setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
@@ -146,6 +149,10 @@ def install() -> None:
     # as any other function; torch's cannot be copied, nor can modules that have one then
     setattr(torch.jit.ScriptFunction, "__deepcopy__", lambda function, memo: function)  # noqa: B010
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
+
+
+def _of_class(method: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, cls)(*args, **kwargs)
 
 
 def _of_its_kind(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from espalier.torch_private import (
     keeps_graph,
     let_traces_pass_saving_hooks,
     memory_id,
+    passed_over,
     raw,
     saved_tensors_hooks,
     version_of,
@@ -194,7 +195,7 @@ def open_saving(shards: Sequence[Shard]) -> torch.autograd.graph.saved_tensors_h
             return _View(source, x)
         return by_outer(x, outer)
 
-    hooks = _Saving(pack, unpacked)
+    hooks = _Saving(passed_over(pack, outer), unpacked)
     hooks.__enter__()
     return hooks
 

@@ -439,6 +439,10 @@ def scheduled(rank: int, world: int) -> None:
             losses, given = [], (x,) if rank == 0 else ()
             target = y if rank == last else None
             more = {"return_outputs": False} if step == 2 else {"loss_kwargs": {"reduction": "mean"}}
+            if step == 1:  # as torch takes them from 2.14 on
+                more["arg_mbs"] = [(part,) for part in x.chunk(MICRO)] if given else None
+                more["target_mbs"] = None if target is None else [*target.chunk(MICRO)]
+                given, target = (), None
             output = made.step(*given, target=target, losses=losses, **more)
             optimizer.step()
             optimizer.zero_grad()
@@ -454,10 +458,11 @@ def scheduled(rank: int, world: int) -> None:
                     whole, weights[step][2 * size * i :][: 2 * size], rtol=0, atol=1e-12
                 )
         x, _ = rows(7)
-        output = made.eval(*((x,) if rank == 0 else ()))
-        assert (output is not None) == (rank == last), name
-        if output is not None:
-            torch.testing.assert_close(output, right(x).detach(), rtol=0, atol=1e-12)
+        for given in ((x,) if rank == 0 else (), {"arg_mbs": [*zip(x.chunk(MICRO))]} if rank == 0 else {}):
+            output = made.eval(**given) if isinstance(given, dict) else made.eval(*given)
+            assert (output is not None) == (rank == last), name
+            if output is not None:
+                torch.testing.assert_close(output, right(x).detach(), rtol=0, atol=1e-12)
 
 
 class Masked(nn.Module):

@@ -132,8 +132,10 @@ def as_on_nccl() -> Iterator[Program]:
 
         def of_lane(of: Any, mesh: Mesh, axis: int, source: int, to: int, device: Any) -> Any:
             # made as ranks meet, for each two anew
-            lane = plainly(of, mesh, axis, source, to, device)
-            return lane if axis not in mesh.lanes else _Lane(lane, mesh.group(axis), note, source < to)
+            lane, places = plainly(of, mesh, axis, source, to, device)
+            if axis in mesh.lanes:
+                lane = _Lane(lane, mesh.group(axis), note, source < to)
+            return lane, places
 
         plainly = nccl.Nccl.lane
         stack.enter_context(patch.object(nccl.Nccl, "lane", of_lane))

@@ -229,7 +229,7 @@ def _in_pieces(rank: int, world: int, kind: str, backend: str, plan: dict[str, A
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize(
     ("world", "kind", "backend", "plan"),
     [
@@ -329,13 +329,13 @@ def _compared(rank: int, world: int, backend: str) -> None:
         assert not book.entries, run
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_gradients_of_local_values_are_compared(ranks: Any, backend: str) -> None:
     ranks(2, _compared, backend, timeout=400)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_inductor(ranks: Any) -> None:
     ranks(2, _inductor, timeout=400)
 
@@ -710,7 +710,7 @@ class _Counted(nn.Module):
         return y
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_graph_computes_again_from_what_was_there() -> None:
     def trained(compile: Any, kind: str) -> tuple[list[float], list[torch.Tensor]]:
         torch.manual_seed(0)

@@ -64,7 +64,7 @@ def _bucketed(rank: int, world: int, backend: str, dtype: torch.dtype) -> None:
                 assert 0 <= plain[op][1] - sent < 8 * 2 * world**2 * dtype.itemsize * (op == "all_reduce") + 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize(
     ("world", "backend", "dtype"),
     [(3, "aot_eager", torch.float64), (2, "aot_eager", torch.bfloat16), (2, "inductor", torch.float64)],
@@ -108,6 +108,6 @@ def _early(rank: int, world: int) -> None:
     assert any(b < products[0] and products[-1] < e for b, e in zip(begun, ended, strict=True)), words
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_messages_begin_early_and_in_one_order(ranks: Any) -> None:
     ranks(2, _early, timeout=400)

@@ -179,7 +179,7 @@ def duals(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script")
 def test_forward_mode(ranks: Any) -> None:
     assert not any(ranks(2, duals))
 

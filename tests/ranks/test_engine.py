@@ -321,7 +321,7 @@ def test_no_tensor_outlives_its_step(ranks: Any) -> None:
 
 
 def wrong_uses(rank: int, world: int) -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         scripted = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"^0: compiled by torch.jit(.|\n)*Give the module itself"):
         espalier.initialize(scripted, None, {"data": world})

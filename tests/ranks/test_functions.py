@@ -523,7 +523,7 @@ def transforms(rank: int, world: int) -> None:
 
 @pytest.mark.filterwarnings(
     "ignore::espalier.GatherWarning",
-    "ignore:.*torch.jit.script:DeprecationWarning",
+    "ignore:.*torch.jit.script",
     "ignore:Attempted to insert a get_attr",  # torch's own, of linearize
 )
 def test_transforms_are_right(ranks: Any) -> None:
@@ -622,7 +622,7 @@ def counted(rank: int, world: int) -> None:
     assert totals[0] == totals[1] * world > 0, totals
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("body", [flexed, counted])
 def test_attention_and_counters(ranks: Any, body: Any) -> None:
     ranks(2, body)
@@ -772,6 +772,6 @@ def trained(rank: int, world: int) -> None:
             torch.testing.assert_close(state[name], p, msg=told(plan, name))
 
 
-@pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::espalier.GatherWarning", "ignore:.*torch.jit.script")
 def test_functions_without_a_rule_train_under_every_plan(ranks: Any) -> None:
     ranks(2, trained)

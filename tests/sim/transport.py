@@ -307,10 +307,10 @@ def register(sim: Simulated) -> Shared:
     module: Any = nccl
     among = module.group_among
 
-    def group_among(ranks: Sequence[int]) -> dist.ProcessGroup:
+    def group_among(ranks: Sequence[int], **how: bool) -> dist.ProcessGroup:
         shared.unbound = True
         try:
-            return among(ranks)
+            return among(ranks, **how)
         finally:
             shared.unbound = False
 

@@ -16,6 +16,7 @@ from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.texts import refuse
+from espalier.torch_private import current_graph_task_id
 
 Said = Plan | Mapping[str, Any] | None
 
@@ -115,9 +116,15 @@ class DistributedDataParallel(_Prefixed):
         process_group: all of the world; around a pipeline's stage, the ranks that have the same.
         device_ids, output_device, broadcast_buffers, init_sync, find_unused_parameters, check_reduction,
         gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params, batched_grad_copy,
-        forward_sync_buffers: no effect: parameters and buffers are in step, unused parameters are seen.
+        forward_sync_buffers, lazy_bucket_allocation: no effect: parameters and buffers are in step, unused
+        parameters are seen, and chunks of gradients are there as long as they are needed.
         plan: keys of a :class:`~espalier.Plan`: what else there is to be beside ``data``.
+
+    Attributes:
+        require_manual_backward_finalization: no effect: backward passes sum gradients before they end.
     """
+
+    require_manual_backward_finalization = False
 
     @property  # type: ignore[misc]  # not to be written to
     def __class__(self) -> Any:
@@ -146,6 +153,7 @@ class DistributedDataParallel(_Prefixed):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         plan: Said = None,
     ) -> None:
@@ -184,6 +192,19 @@ class DistributedDataParallel(_Prefixed):
         """It need not: buffers are in step."""
         return False
 
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` is to be called behind a backward pass, not in it."""
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """No effect: a backward pass has summed the gradients when it ends.
+
+        Raises:
+            MistakeError: it has not ended.
+        """
+        refuse_within_backward("DistributedDataParallel")
+
     def _set_static_graph(self) -> None:
         """No effect: unused parameters are seen."""
 
@@ -216,6 +237,17 @@ def take_hook(module: LateModule, hook: Callable[..., Any]) -> None:
         refuse(owner, [("hook", name, "register it before the first call")])
     if (dtype := _HOOKS[name]) is not None:
         module.said["precision"] = {**module.said.get("precision", {}), "reduce": dtype}
+
+
+def refuse_within_backward(owner: str) -> None:
+    """See that no backward pass is under way, whose gradients are not there yet.
+
+    Raises:
+        MistakeError: one is.
+    """
+    if current_graph_task_id() != -1:
+        reason = "gradients are summed when the backward pass ends: call it behind loss.backward()"
+        refuse(owner, [("finalize_backward()", "in a backward pass", reason)])
 
 
 def of_group(group: Any) -> list[tuple[str, Any, str]]:

@@ -45,6 +45,7 @@ from espalier.compat.common import LateModule, precision_of
 from espalier.compat.torch.data_parallel import Said, of_group, take_hook
 from espalier.compat.torch.fully import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     fully_shard,
     mesh_of,
@@ -340,6 +341,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",

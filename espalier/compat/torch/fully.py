@@ -30,7 +30,7 @@ from espalier.compat.torch.cut_parameters import (
     left_plain,
     made_whole,
 )
-from espalier.compat.torch.data_parallel import Said
+from espalier.compat.torch.data_parallel import Said, refuse_within_backward
 from espalier.engine import Engine
 from espalier.engine.beside import held_by
 from espalier.engine.module import optimizer_of
@@ -209,13 +209,27 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No effect: sums over copies add up to the same, whenever they are made."""
 
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Sum over the ranks what backward passes have left (:meth:`set_requires_gradient_sync`).
+
+        Raises:
+            MistakeError: a backward pass is under way.
+        """
+        refuse_within_backward("fully_shard")
+        of = self._fully
+        made = of.made(self)
+        if made is not None and of.syncs:
+            made.finish(self)
+        return GradientReductionHandle() if async_op else None
+
     def _fsdp_chooses(self, *args: Any, **kwargs: Any) -> None:
         """No effect: how and when messages go is chosen by the engine."""
 
     reset_iter_state = set_post_optim_event = set_force_sum_reduction_for_comms = _fsdp_chooses
     set_reduce_scatter_unused_params = set_reduce_scatter_max_input_buffers = _fsdp_chooses
     set_separate_reduce_scatter_group = set_unshard_in_backward = set_symm_mem_for_comm = _fsdp_chooses
-    set_allocate_memory_from_process_group_for_comm = _fsdp_chooses
+    set_allocate_memory_from_process_group_for_comm = set_keep_unsharded_storage = _fsdp_chooses
+    set_manual_backward_finalization = _fsdp_chooses
 
     @property
     def engine(self) -> Engine:
@@ -230,6 +244,13 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """No effect: parameters are gathered when they are used."""
+
+
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` gives."""
+
+    def wait(self) -> None:
+        """No effect: gradients are waited for when they are used."""
 
 
 class _Fully:
@@ -367,6 +388,12 @@ class _Fully:
                 self._inside(module, False)
         return self._made.engine
 
+    def finish(self, module: Any) -> None:
+        """Sum the gradients that wait for it."""
+        engine = self.engine(module)
+        engine.passes.one_by_one("finalize_backward()").is_syncing = True
+        engine.finish_gradients()
+
     def called(self, module: Any, args: Any, kwargs: Any, method: Any = None, part: Any = None) -> Any:
         """What the module gives, or one of its methods, or a part of it, through the engine."""
         engine = self.engine(module)
@@ -491,13 +518,34 @@ def released(module: nn.Module) -> dict[str, Any]:
     return said
 
 
+def _parameters_of(modules: Any) -> list[nn.Parameter]:
+    """Those of a module, or of several in a list."""
+    given = modules if isinstance(modules, list | tuple) else [modules]
+    return [p for module in given for p in module.parameters()]
+
+
 def _misplaced(modules: Any, place: Callable[[nn.Parameter], Any]) -> list[tuple[str, Any, str] | None]:
     """The mistake of a function that lets parameters lie on meshes of their own."""
-    given = modules if isinstance(modules, list | tuple) else [modules]
-    placements = [place(p) for module in given for p in module.parameters()]
+    placements = map(place, _parameters_of(modules))
     odd = next((x for x in placements if x is not None and not isinstance(x, Shard)), None)
     expected = "all parameters lie on one mesh, as plan = {...} says: expected None or Shard(dim) of each"
     return [] if odd is None else [("shard_placement_fn", type(odd).__name__, expected)]
+
+
+def _recast(policy: MixedPrecisionPolicy, modules: Any) -> list[tuple[str, Any, str] | None]:
+    """The mistake of a policy that keeps some parameters in a dtype of their own."""
+    compute, own = policy.param_dtype, getattr(policy, "param_dtype_override_fn", None)
+    dtypes = () if compute is None or own is None else map(own, _parameters_of(modules))
+    odd = next((x for x in dtypes if x not in (None, compute)), None)
+    expected = "a plan's parameters have one dtype: leave it out, or param_dtype, or use torch.autocast"
+    return [] if odd is None else [("param_dtype_override_fn", odd, expected)]
+
+
+def _reduced_in(policy: MixedPrecisionPolicy, modules: Any) -> torch.dtype | None:
+    """In which dtype gradients are summed: from torch 2.15 on, if nothing is said, in that of parameters."""
+    if policy.reduce_dtype is not None or not hasattr(policy, "param_dtype_override_fn"):
+        return policy.reduce_dtype
+    return torch.float32 if any(p.dtype is torch.float32 for p in _parameters_of(modules)) else None
 
 
 def _is_odd(ranks: bool | int | None) -> bool:
@@ -533,6 +581,7 @@ def fully_shard(
         reshard_after_forward: False keeps parameters gathered between forward and backward (``zero=2``). A
             number of ranks, over which torch cuts them meanwhile, is as True: they are cut over all.
         mp_policy: ``Plan(precision=...)``; outputs of the module that is called are cast to ``output_dtype``.
+            Without ``reduce_dtype`` gradients are summed as the torch that is there does it.
         shard_placement_fn: no effect where it says along which dim a parameter is cut: the engine cuts all
             alike, and a parameter answers for the whole.
         offload_policy: ``Plan(offload=...)``.
@@ -540,6 +589,7 @@ def fully_shard(
     """
     mistakes = [
         *(_misplaced(module, shard_placement_fn) if shard_placement_fn is not None else []),
+        *_recast(mp_policy, module),
         ("ignored_params", "...", "all parameters are the engine's: expected None")
         if ignored_params
         else None,
@@ -551,7 +601,7 @@ def fully_shard(
     refuse("fully_shard", [x for x in mistakes if x is not None])
     said = sharding_of(reshard_after_forward is not False, offload_policy, mesh)
     if mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None:
-        said["precision"] = precision_of(mp_policy.param_dtype, mp_policy.reduce_dtype)
+        said["precision"] = precision_of(mp_policy.param_dtype, _reduced_in(mp_policy, module))
     for one in module if isinstance(module, list | tuple) else [module]:
         kind = type(one)
         one.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})

@@ -237,15 +237,17 @@ class _Given(NamedTuple):
         place: which part of the batch is this rank's, where several pipelines share it.
         stages: the rank's.
         inputs: ``args`` and ``kwargs`` of its first stage, of each micro-batch; None: none.
-        target: for its last.
+        targets: for its last, of each micro-batch; None: none.
         is_by_rows: whether inputs are cut, and outputs joined, by rows.
+        is_cut: whether the program has cut them.
     """
 
     place: int
     stages: tuple[int, ...]
     inputs: tuple[Sequence[tuple[Any, ...]], Sequence[Mapping[str, Any]]] | None
-    target: Any
+    targets: list[Any] | None
     is_by_rows: bool
+    is_cut: bool
 
 
 class _Schedule:
@@ -384,6 +386,10 @@ class _Schedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: Mapping[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of a batch; forward alone without a loss function, or in :meth:`eval`.
@@ -395,18 +401,21 @@ class _Schedule:
             losses: takes the loss of each micro-batch; where the last stage is not, their mean as often.
             return_outputs: whether the rank of the last stage is given the output, of the whole batch.
             loss_kwargs: more arguments of the loss function, from the last stage's rank.
+            arg_mbs, kwarg_mbs, target_mbs: in place of ``args``, ``kwargs`` and ``target`` those of each
+                micro-batch, as torch takes them from 2.14 on.
+            finalize_gradients: no effect: sums over the ranks add up to the same, whenever they are made.
 
         Returns:
             the output, on the last stage's rank; else None.
         """
         engine, n = self.engine, self.engine.plan.accumulate
         self._kept, self._loss_options = [], dict(loss_kwargs or {})
-        of_all = self._given(args, kwargs, target, n)
+        of_all = self._given((args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs), n)
         inputs = self._inputs(of_all, n)
-        targets = self._targets(of_all, n)
+        targets = self._targets(of_all)
         is_last = any(stage.is_last for stage in self._stages)
         if self._loss_fn is None or not (targets or torch.is_grad_enabled()):
-            if all(x.is_by_rows for x in of_all):
+            if all(x.is_by_rows and not x.is_cut for x in of_all):
                 inputs = [joined(inputs)]
             outputs = [engine.predict(x) for x in inputs]
             return merge_chunks(outputs, self._merge_spec) if is_last and return_outputs else None
@@ -428,14 +437,30 @@ class _Schedule:
             return None
         return merge_chunks([plain_output(x) for x, _ in kept], self._merge_spec)
 
-    def _given(self, args: Any, kwargs: Any, target: Any, n: int) -> list[_Given]:
-        """What each rank gives to a step of ``n`` micro-batches."""
-        inputs = None
-        if args or kwargs:
+    def _given(self, whole: tuple[Any, Any, Any], cut: tuple[Any, Any, Any], n: int) -> list[_Given]:
+        """What each rank gives to a step of ``n`` micro-batches: inputs and targets, or those that it cut.
+
+        Raises:
+            MistakeError: it gives both, or not as many as there are micro-batches.
+        """
+        is_cut = any(x is not None for x in cut)
+        args, kwargs, target = whole
+        inputs, targets = None, None if target is None else _cut(target, n)
+        if is_cut:
+            both = bool(args or kwargs or target is not None)
+            named = zip(("arg_mbs", "kwarg_mbs", "target_mbs"), cut, strict=True)
+            odd = [(k, x) for k, x in named if x is not None and not (isinstance(x, list) and len(x) == n)]
+            mistakes = [(k, f"of type {type(x).__name__}", f"expected a list of {n}") for k, x in odd]
+            expected = "or those of micro-batches, not both: leave args, kwargs and target out"
+            refuse("step", [*mistakes, *([("inputs", "of the batch", expected)] if both else [])])
+            args, kwargs, targets = cut
+            if args is not None or kwargs is not None:
+                inputs = args or [()] * n, kwargs or [{}] * n
+        elif args or kwargs:
             inputs = split_args_kwargs_into_chunks(args, kwargs, n, *self._specs)
         stages = tuple(x.stage_index for x in self._stages)
         by_rows = self._specs == (None, None) and self._merge_spec is None
-        own = _Given(self._place, stages, inputs, target, by_rows)
+        own = _Given(self._place, stages, inputs, targets, by_rows, is_cut)
         return gather_objects(own, self.engine.mesh) if self.engine.mesh.size() > 1 else [own]
 
     def _inputs(self, of_all: Sequence[_Given], n: int) -> list[Any]:
@@ -471,11 +496,10 @@ class _Schedule:
             args = x.inputs[0] if x.stages[0] == 0 else args
         return list(zip(args, zip(*named, strict=True), strict=True))
 
-    def _targets(self, of_all: Sequence[_Given], n: int) -> list[Any]:
+    def _targets(self, of_all: Sequence[_Given]) -> list[Any]:
         """The target of each micro-batch; of all pipelines that give one."""
-        last: dict[int, Any] = {x.place: x.target for x in of_all if x.target is not None}
-        cut = [_cut(last[place], n) for place in sorted(last)]
-        return [joined(parts) for parts in zip(*cut, strict=True)]
+        last = {x.place: x.targets for x in of_all if x.targets is not None}
+        return [joined(parts) for parts in zip(*(last[place] for place in sorted(last)), strict=True)]
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`step` without gradients."""
@@ -543,6 +567,8 @@ class _Several(_Schedule):
         stages: this rank's.
         backward_requires_autograd: True.
         defer_pp_recv: no effect: what arrives is waited for where it is used.
+        max_active_stages, unshard_lookahead, defer_reduce_grad_wait, max_outstanding_sends: of torch 2.15; no
+            effect: how much is under way at once is the engine's affair.
     """
 
     def __init__(
@@ -556,7 +582,11 @@ class _Several(_Schedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: str | tuple[int, ...] = "full",
         *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         plan: Said = None,
     ) -> None:
         if not backward_requires_autograd:
@@ -586,7 +616,11 @@ class ScheduleLoopedBFS(_Several):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: str | tuple[int, ...] = "full",
         *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         plan: Said = None,
     ) -> None:
         more = output_merge_spec, scale_grads, backward_requires_autograd, defer_pp_recv
