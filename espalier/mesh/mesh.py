@@ -491,6 +491,18 @@ class Mesh:
         """The process group of each axis."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
+    def abort(self) -> None:
+        """Break off what goes on in the process groups of its axes: ``DeviceMesh.abort`` of torch 2.15.
+
+        Raises:
+            ValueError: a dry or single mesh has none.
+            NotImplementedError: an older torch is here.
+        """
+        break_off: Any = getattr(self.to_torch(), "abort", None)
+        if break_off is None:
+            raise NotImplementedError(f"mesh.abort() needs torch 2.15 or newer; this is {torch.__version__}")
+        break_off()
+
     def _one_axis(self, axis: int | str | None) -> int:
         if axis is None and self.ndim > 1:
             raise ValueError(f"{self!r} has {self.ndim} axes: say which of {', '.join(self.names)} is meant.")

@@ -337,6 +337,7 @@ def _vector(make: Callable[..., torch.Tensor], args: tuple[Any, ...], options: d
     kwargs = {
         name: options.pop(name) for name in ("dtype", "base", "steps", "end", "step") if name in options
     }
+    args = tuple(x.item() if isinstance(x, torch.Tensor) else x for x in args)
 
     def cut(lay: Layout, device: torch.device) -> torch.Tensor:
         whole = make(*args, device=device, **kwargs)

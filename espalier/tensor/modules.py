@@ -190,6 +190,7 @@ def local_map(
     device_mesh: MeshLike | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Callable[..., Any]:
     """Run a function on local tensors, inside typed edges: the place for custom autograd and kernels.
 
@@ -207,6 +208,7 @@ def local_map(
             differently; where all is replicated, each rank's is taken to be the whole one.
         device_mesh: that of the outputs; by default the inputs'.
         redistribute_inputs: bring inputs to ``in_placements``; else another layout is an error.
+        spmd_types: no effect: a check of torch's, from 2.14 on, of what placements say here.
 
     Raises:
         ValueError: an input does not lie as stated, or the outputs do not fit ``out_placements``.

@@ -44,6 +44,8 @@ _WRITTEN = {
 # of others DTensors may be what is sent, if all ranks call them, and not what is received
 _OTHERS = {
     "gather": "gather_list",
+    "gather_single": "gather_tensor",
+    "gather_into_tensor": "gather_tensor",
     "scatter": "tensor",
     "reduce_scatter": "output",
     "reduce_scatter_single": "output",
