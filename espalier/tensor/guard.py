@@ -84,9 +84,7 @@ from espalier.trees import flat_map, flatten, leaves, tensors_in
 def install() -> None:
     """Wrap torch's doors (a second call does nothing)."""
     base = torch.autograd.Function
-    own: Any = vars(base)["apply"]
-    # from torch 2.14 on it is one of C's, which has no function
-    original = own.__func__ if isinstance(own, classmethod) else functools.partial(_of_class, own)
+    original = unbound(vars(base)["apply"])
     if getattr(original, "_espalier", False):
         return
 
@@ -151,8 +149,15 @@ def install() -> None:
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
-def _of_class(method: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    return method.__get__(None, cls)(*args, **kwargs)
+def unbound(method: Any) -> Callable[..., Any]:
+    """What a method of a class calls, given the class; of C's, as ``apply`` is from torch 2.14 on, too."""
+    if isinstance(method, classmethod):
+        return method.__func__
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return call
 
 
 def _of_its_kind(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from espalier.sharding.spec import rule
 from espalier.tensor import rules
 from espalier.tensor.fallback import function_of
 from espalier.tensor.guard import _attended
-from espalier.tensor.rules import RULES
+from espalier.tensor.rules import RULES, pointwise
 from espalier.tensor.rules.float8 import float8_linear
 from espalier.tensor.rules.pointwise import nonlinear
 from tests.ranks.brute import name_of
@@ -47,6 +47,14 @@ def _is_of_library(function: Callable[..., Any]) -> bool:
 def test_so_many_public_functions_have_rules():
     names = ruled_names()
     assert len(names) >= LEAST, f"{len(names)} functions have rules: {' '.join(sorted(names))}"
+
+
+def test_what_goes_element_by_element_is_no_function_of_matrices(monkeypatch):
+    """torch 2.14 has a further function named ``polar``, in ``torch.linalg``."""
+    monkeypatch.setattr(torch.linalg, "polar", lambda matrix: matrix, raising=False)
+    named = f"{pointwise.NONLINEAR} {pointwise.BROADCAST} {pointwise.LINEAR}".split()
+    assert [name for name in named if hasattr(torch.linalg, name)] == []
+    assert RULES.get(torch.polar) is nonlinear
 
 
 def test_every_file_of_rules_is_imported():

@@ -38,17 +38,20 @@ MATRIX = """
 FAILING = frozenset(
     """
     cholesky eig eigh eigvals eigvalsh inv inverse linalg_cholesky linalg_cond linalg_eig linalg_eigh
-    linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_pinv linalg_solve
-    linalg_svd linalg_svdvals pinverse svd
+    linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth
+    linalg_pinv linalg_polar linalg_solve linalg_svd linalg_svdvals pinverse svd
     """.split()
 )
+
+# from torch 2.14 on
+_LATER = tuple(vars(torch.linalg)[name] for name in ("matrix_sqrth", "polar") if name in vars(torch.linalg))
 
 # of which the second operand may be vectors
 _SOLVES = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
 
 
 # what is given as a function: torch has others of these names, removed or of another kind
-@rule_of_each((MATRIX, torch.linalg.eig, torch.linalg.lu, *_SOLVES), 2)
+@rule_of_each((MATRIX, torch.linalg.eig, torch.linalg.lu, *_LATER, *_SOLVES), 2)
 @rule_of_each("householder_product orgqr lu_unpack", 2, 1)
 @rule_of_each("ormqr ldl_solve", 2, 1, 2)
 @rule_of_each("vander", 1)

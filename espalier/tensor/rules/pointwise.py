@@ -54,7 +54,7 @@ BROADCAST = """
     logaddexp logaddexp2 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
     bitwise_left_shift bitwise_right_shift eq ne lt le gt ge greater greater_equal less less_equal
     not_equal xlogy heaviside ldexp isclose mod floordiv and or xor lshift rshift gcd lcm igamma igammac
-    gammainc gammaincc xlog1py zeta polar arctan2 chebyshev_polynomial_t chebyshev_polynomial_u
+    gammainc gammaincc xlog1py zeta arctan2 chebyshev_polynomial_t chebyshev_polynomial_u
     chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
     laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
     shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
@@ -81,7 +81,8 @@ def operands_in(*trees: Any) -> list[Operand]:
     return sorted(leaves(trees, Operand), key=lambda o: o.index)
 
 
-@rule(NONLINEAR, BROADCAST, inplace=True, loose=True)
+# by itself: torch.linalg.polar, from torch 2.14 on, is of matrices
+@rule(NONLINEAR, BROADCAST, torch.polar, inplace=True, loose=True)
 def nonlinear(*args: Any, **kwargs: Any) -> Spec:
     """No linearity: a Partial is reduced first."""
     return elementwise(operands_in(args, kwargs))

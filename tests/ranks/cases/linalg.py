@@ -43,6 +43,12 @@ BATCHED = [
     case("cholesky_solve", A(X((5, 3, 2)), spd(5)), A(X((1, 3, 2)), spd(5)), most=12),
     case("qr svdvals pinverse", A(X((4, 4, 3))), A(X((5, 3, 3))), most=4),
     case("svd", A(X((5, 3, 2)), False), most=4),
+    # from torch 2.14 on
+    *[
+        case("", A(spd(5)), also=[vars(torch.linalg)[name]], most=4)
+        for name in ("matrix_sqrth", "polar")
+        if hasattr(torch.linalg, name)
+    ],
     case("pinv", A(X((5, 4, 3))), A(X((5, 3, 3)), atol=X((), 0.1, 0.2, grad=False)), most=4),
     case(
         "",

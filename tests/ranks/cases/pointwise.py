@@ -133,7 +133,7 @@ BINARY = [
     case("gcd lcm", A(ints((5, 2), 1, 8), ints((2,), 1, 8)), most=6),
     case("igamma igammac gammainc gammaincc", A(X((5, 2), 0.5, 3, grad=False), X((2,), 0.5, 3)), most=6),
     case("xlog1py zeta arctan2", A(X((5, 2), 1.5, 3, grad=False), X((2,), 0.5, 3)), most=6),
-    case("polar", A(X((5, 2), 0.5, 3), X((2,))), most=6),
+    case("", A(X((5, 2), 0.5, 3), X((2,))), also=[torch.polar], most=6),
     case(
         """
         chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
