@@ -12,7 +12,6 @@ import torch
 import torch.distributed as _dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from espalier.comm.nccl import gather_into, scatter_from
 from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.groups import init_distributed
 from espalier.device import accelerator
@@ -80,13 +79,13 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None,
                  async_op: bool = False, **_: Any) -> Any:  # fmt: skip
     """``torch.distributed.all_gather_into_tensor``."""
-    return gather_into(output_tensor, input_tensor, group, async_op)
+    return _dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = _dist.ReduceOp.SUM,
                       group: Any = None, async_op: bool = False, **_: Any) -> Any:  # fmt: skip
     """``torch.distributed.reduce_scatter_tensor``."""
-    return scatter_from(output_tensor, tensor, op, group, async_op)
+    return _dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = _dist.ReduceOp.SUM, group: Any = None) -> Any:
