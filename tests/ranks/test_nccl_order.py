@@ -48,7 +48,7 @@ def test_of_four_ranks(ranks: Any, plan: dict[str, Any]) -> None:
 
 def in_one_queue(rank: int, world: int) -> Program:
     def one(self: nccl.Nccl, mesh: Any, axis: int, source: int, to: int, device: torch.device) -> Any:
-        return mesh.backend(axis, device)
+        return mesh.backend(axis, device), mesh.order(axis) or range(mesh.shape[axis])
 
     with patch.object(nccl.Nccl, "lane", one):
         return trains(rank, world, {"pipe": 4, "accumulate": 4}, TIED)
