@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -109,9 +110,6 @@ class EspalierStrategy(OnMesh, Theirs):
         module: Any = self.lightning_module
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == "fit"
-        if trains and not module.automatic_optimization:
-            known = "training_step runs inside of the engine: expected True. Write the loop with Fabric"
-            refuse("EspalierStrategy", [("automatic_optimization", False, known)])
         self.precision_plugin.convert_module(module)
         self.model = EngineModule(self._engine_of(module), "own")
         if trains:
@@ -163,6 +161,15 @@ class EspalierStrategy(OnMesh, Theirs):
         self._put.append((module, name, held.get(name, _NOTHING)))
         held[name] = value
 
+    def _take_back(self, kept: int = 0) -> None:
+        """What was lent, but for the first ``kept``."""
+        while len(self._put) > kept:
+            module, name, before = self._put.pop()
+            if before is _NOTHING:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
+
     def _of_all_rows(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """A metric's ``update``, of whole tensors: outside of a step those that each rank has of its rows."""
 
@@ -178,12 +185,7 @@ class EspalierStrategy(OnMesh, Theirs):
 
     def teardown(self) -> None:
         """The model stays where it lies; what it logs is its own again."""
-        while self._put:
-            module, name, before = self._put.pop()
-            if before is _NOTHING:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = before
+        self._take_back()
         self.model = self.lightning_module
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
@@ -215,8 +217,16 @@ class EspalierStrategy(OnMesh, Theirs):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, of the rows of all ranks."""
+        module: Any = self.lightning_module
         with self._step():
-            return super().training_step(*args, **kwargs)
+            if module.automatic_optimization:
+                return super().training_step(*args, **kwargs)
+            if self.engine.arrangement is None and args:  # how layers lie is inferred of ``forward``
+                first = args[0][0] if isinstance(args[0], tuple | list) and args[0] else args[0]
+                self.engine.lay_out(first if isinstance(first, Mapping) else (first,))
+            with self.precision_plugin.train_step_context():
+                step = partial(module.training_step, **kwargs)
+                return self.engine.passes.one_by_one("training_step").by_hand(step, args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, of the rows of all ranks."""

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -603,6 +603,24 @@ class Direct(Passes):
             if self.scaler is not None:
                 share *= self.scaler.scale
         return times(grad, share)
+
+    def by_hand(self, step: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """What a step gives that goes back, and lets optimizers step, by itself: of this rank's rows, plain.
+
+        Args:
+            step: calls parts of the model; it gets the rows of all ranks.
+            inputs: this rank's rows.
+        """
+        OwnLoop.close()
+        self._laid_out(inputs).begin_forward()
+        batch, held = self.call.batches.own(inputs)
+
+        def leave(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            return self.call.batches.returned(cast(DTensor, x.detach()), held)[0]
+
+        return mapped(leave, step(*tree_map(self.call.cast, batch)))
 
     def follow(self, x: torch.Tensor) -> None:
         """See :meth:`espalier.Engine.follow`."""

@@ -193,10 +193,7 @@ def edges(rank: int, world: int) -> None:
         uneven = torch.utils.data.DataLoader(rows[:9], batch_size=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"would read \[2, 1\] batches"):
             trainer().predict(model, uneven)
-        model = Model()
-        model.automatic_optimization = False
         for plan, made, match in (
-            ({}, model, "automatic_optimization"),
             ({"pipe": 2}, Model(), r"plan\.pipe"),
             ({"accumulate": 2}, Model(), "accumulate_grad_batches"),
         ):
@@ -204,6 +201,100 @@ def edges(rank: int, world: int) -> None:
                 trainer(plan).fit(made, loader)
     with pytest.raises(ValueError, match="find_unused_parameters"):
         EspalierStrategy(find_unused_parameters=True)
+
+
+def _stepping_by_hand() -> Any:
+    """A GAN: two optimizers, one of which steps every other time, and a schedule."""
+    import pytorch_lightning as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            norm = nn.BatchNorm1d(6)
+            self.made = nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 4)).double()
+            self.judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+            self.scale = nn.Parameter(torch.ones(4).double())
+            self.told: list[float] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.made(x) * self.scale  # type: ignore[no-any-return]
+
+        def training_step(self, x: torch.Tensor, batch_idx: int) -> Any:
+            of_made, of_judge = self.optimizers()  # type: ignore[misc, attr-defined]
+            self.toggle_optimizer(of_made)
+            loss = -self.judge(self(x)).square().mean()
+            of_made.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(of_made, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            of_made.step()
+            self.untoggle_optimizer(of_made)
+            other = (self.judge(x).square() - self.judge(self(x).detach())).mean()
+            self.manual_backward(other / 2)
+            if batch_idx % 2:
+                of_judge.step()
+                of_judge.zero_grad()
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+            self.log_dict({"made": loss, "judge": other})
+            return {"x": x, "loss": loss}
+
+        def on_train_batch_end(self, outputs: Any, x: torch.Tensor, batch_idx: int) -> None:
+            assert type(outputs["x"]) is torch.Tensor and torch.equal(outputs["x"], x)
+            logged = self.trainer.callback_metrics
+            self.told += [float(logged["made"]), float(logged["judge"]), float(outputs["loss"])]
+
+        def configure_optimizers(self) -> Any:
+            of_made = torch.optim.Adam([*self.made.parameters(), self.scale], lr=0.01)
+            of_judge = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+            return [of_made, of_judge], [torch.optim.lr_scheduler.ExponentialLR(of_made, 0.9)]
+
+    return Model()
+
+
+def by_hand(rank: int, world: int, right: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    import pytorch_lightning as pl
+
+    from espalier.compat.lightning import EspalierStrategy
+
+    rows = torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    found: list[torch.Tensor] = []
+    for plan in ({}, {"zero": 3}, {"tensor": 2}) if right else (None,):
+        own = 8 if plan is None or "tensor" in plan else 4
+        sampler: Any = None
+        if own == 4:
+            sampler = torch.utils.data.DistributedSampler(rows, world, rank, shuffle=False)  # type: ignore[arg-type]
+        loader = torch.utils.data.DataLoader(rows, own, sampler=sampler)  # type: ignore[arg-type]
+        strategy = "auto" if plan is None else EspalierStrategy(plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=world,
+                strategy=strategy,
+                max_epochs=2,
+                enable_checkpointing=False,
+                use_distributed_sampler=False,
+                **quiet,  # type: ignore[arg-type]
+            )
+            model = _stepping_by_hand()
+            trainer.fit(model, loader)
+        state = model.state_dict() if plan is None else trainer.strategy.engine.state_dict()  # type: ignore
+        found = [torch.tensor(model.told).double(), *(x.double() for x in state.values())]
+        assert vars(model).keys().isdisjoint(("optimizers", "manual_backward", "forward"))
+        for a, b in zip(right or found, found, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-9), plan
+        if plan == {"tensor": 2}:
+            assert type(model.made[0].weight.placements[1]).__name__ == "Shard"
+    return found
+
+
+@pytest.mark.world(2)
+def test_steps_by_hand(ranks: Any) -> None:
+    """``automatic_optimization = False``: as the plain Trainer on one process."""
+    (right,) = ranks(1, by_hand, None)
+    ranks(2, by_hand, right)
 
 
 @pytest.mark.world(2)
