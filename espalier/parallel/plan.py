@@ -304,6 +304,15 @@ _SCHEDULES = MappingProxyType(
 )
 
 
+def _as_plain(value: Any) -> Any:
+    """Tables and lists of other kinds (omegaconf's, say) as Python's own."""
+    if isinstance(value, Mapping):
+        return {key: _as_plain(x) for key, x in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple | list):
+        return [_as_plain(x) for x in value]
+    return value
+
+
 def known_as(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A plan's arguments under the plan's names, where others were used that people know.
 
@@ -323,7 +332,7 @@ def known_as(arguments: Mapping[str, Any]) -> dict[str, Any]:
     def say(name: str, value: Any, by: str) -> None:
         if name in said:
             twice.append((by, arguments[by], f"{said[name]} says the same: leave one of them out"))
-        keys[name], said[name] = value, by
+        keys[name], said[name] = _as_plain(value), by
 
     for key, value in arguments.items():
         if key == "fsdp":

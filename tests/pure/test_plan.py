@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ def test_a_plan_says_where_state_lies(tmp_path: Path) -> None:
 
 def test_precision_is_a_word_or_a_table() -> None:
     assert Plan(precision="bfloat16") == Plan(precision={"compute": "bfloat16"})
+    table = UserDict(compute="float16", loss_scale=UserDict(init_scale=2.0))  # as omegaconf's are no dicts
+    assert Plan(precision=table).precision.loss_scale.init_scale == 2.0
+    table = UserDict(compute="float8", keep=UserList(["*.router"]))
+    assert Plan(precision=table).precision.keep == ("*.router",)
     assert str(Plan(data=2, precision={"compute": "float16", "reduce": "float32"})) == (
         "data 2 × tensor 1, float16, reduced in float32"
     )
