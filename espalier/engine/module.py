@@ -403,6 +403,8 @@ def _with_signature(forward: Callable[..., Any], model: nn.Module) -> Callable[.
 
     @wraps(type(model).forward)
     def method(self: PreparedModule, *args: Any, **kwargs: Any) -> Any:
+        if not issubclass(type(self), PreparedModule):  # a library's copy, of a class that it made (higher's)
+            return self.module(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return method
