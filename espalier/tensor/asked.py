@@ -24,7 +24,7 @@ import torch
 from espalier.comm.control import Answers
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
-from espalier.tensor.dtensor import DTensor, absent, plain
+from espalier.tensor.dtensor import DTensor, absent, is_sparse, plain
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.loans import is_view, is_whole
 from espalier.tensor.meshes import as_all_find, found_by_all, into_plain
@@ -41,7 +41,8 @@ from espalier.torch_private import memory_id, raw
 from espalier.trees import leaves, tensors_in
 
 _LARGEST = 1 << 16  # bytes of a value that goes through the store
-_SMALL = 64  # elements of a tensor beside, by which values are told apart
+_BESIDE = 1 << 20  # bytes of a tensor beside, by which values are told apart
+_SMALL = 64  # elements of one that is told as it is
 DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "sample")  # parts of names
 # what gives the tensor itself, or the same values beside it, as ranks may find it
 _SAME = frozenset("bfloat16 contiguous cpu data.__get__ detach double float half to type_as".split())
@@ -388,11 +389,14 @@ def _name(func: Callable[..., Any]) -> str:
 def _content(x: torch.Tensor) -> Any:
     """What a tensor holds that all ranks have; None where it is much, or a device would be waited for."""
     is_known = type(x) is not DTensor or is_whole(x._layout)
-    if not is_known or x.numel() > _SMALL or x.device.type != "cpu":
+    if not is_known or x.numel() * x.itemsize > _BESIDE or x.device.type != "cpu" or is_sparse(x):
         return None
     with raw():
-        x = plain(x)
-        return str(x.dtype), list(x.shape), x.tolist()
+        x = plain(x).detach()
+        if x.numel() <= _SMALL:
+            return str(x.dtype), list(x.shape), x.tolist()
+        held = x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return str(x.dtype), list(x.shape), hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
 
 
 def _digest(*parts: Any) -> bytes:

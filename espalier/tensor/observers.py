@@ -365,7 +365,8 @@ def library_function() -> str:
 _AROUND = (contextlib.__file__, typing_extensions.__file__)
 _WATCHED: CodeType = shown.__code__
 _METHODS = tuple(
-    os.path.join(_OURS, "tensor", f"{name}.py") for name in ("dispatch", "dtensor", "api", "shortcuts")
+    os.path.join(_OURS, "tensor", f"{name}.py")
+    for name in ("dispatch", "dtensor", "api", "shortcuts", "guard")
 )
 _WATCHERS = ("observers", "explain", "sanitize", "compare")
 _BELOW = (

@@ -226,6 +226,72 @@ def of_forward(rank: int, world: int, plan: dict[str, int]) -> None:
             assert (a - b).abs().max() < 1e-10, (kind, a, b)
 
 
+class Guided(nn.Module):
+    """A student, and a teacher that it is called beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in "12"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x)  # type: ignore[no-any-return]
+
+    def guide(self, x: torch.Tensor) -> torch.Tensor:
+        return self.teacher(x)  # type: ignore[no-any-return]
+
+
+class Centered(nn.Module):
+    """A loss that follows the mean of all ranks' rows, as DINO's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4).double())
+
+    def forward(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        loss = -((teacher - self.center).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+        with torch.no_grad():
+            center = teacher.mean(0)
+            parts = [torch.ones_like(center) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, center)
+            dist.all_reduce(center)
+            center = center / dist.get_world_size() + torch.stack(parts).mean(0)
+            self.center.data = self.center * 0.9 + center * 0.1
+        return loss
+
+
+def of_parts(rank: int, world: int) -> None:
+    """Of what a part of the model gives, which is in one stage alone; its values are there on all ranks."""
+    found = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        model, loss_fn = Guided().double(), Centered()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if plan is not None:
+            model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+        for step in range(3):
+            x = torch.linspace(-1, 1 + step, 96).view(16, 6).double()
+            with torch.no_grad():
+                teacher = model.guide(x)
+            loss = loss_fn(teacher, model(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [torch.tensor(v) for v in (loss.item(), teacher.square().mean().item())]
+        found += [loss_fn.center, *map(espalier.full_tensor, model.student.parameters())]
+    half = len(found) // 2
+    for a, b in zip(found[:half], found[half:], strict=True):
+        assert type(b) is torch.Tensor and (a - b).abs().max() < 1e-10, (a, b)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.all_")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+def test_collectives_on_what_parts_of_a_model_give(ranks: Any) -> None:
+    ranks(2, of_parts)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed.(all_|nn)")
 @pytest.mark.filterwarnings("ignore:The autograd function")
 @pytest.mark.filterwarnings("ignore:Graph cannot be split|.*cannot be split")

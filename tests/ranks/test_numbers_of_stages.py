@@ -57,7 +57,7 @@ def unlike(rank: int, world: int) -> None:
     assert every[0] == every[1]
     if rank == 0:
         # what can't be told apart, and what is large, is asked of the engine
-        much = torch.ones(8, 20, dtype=torch.float64)
+        much = torch.ones(8, 20_000, dtype=torch.float64)
         for ask in (lambda: (head.grad.T @ much).sum().item(), lambda: head.repeat(20, 20).tolist()):
             with pytest.raises(ValueError, match=r"are on ranks \[1\](.|\n)*engine.full_gradients"):
                 ask()

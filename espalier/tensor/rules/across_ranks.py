@@ -89,6 +89,8 @@ def of_whole_values(
     given, target = bound(func, args, kwargs)
     written = [x for x in tensors_in(target) if type(x) is DTensor]
     _refuse(name, given, written)
+    if func in _KNOWN_OUTCOMES and any(_is_of_some(x) for x in tensors_in(given)):
+        return as_if_all_had_it(func, *args, **kwargs)
     warn(name, given)
     wholes: dict[int, torch.Tensor] = {}
 
@@ -291,6 +293,11 @@ def bound(
     """The arguments of such a call by their names, and what of them it writes to."""
     name, given = func.__name__, inspect.signature(func).bind(*args, **kwargs).arguments
     return given, given.get(_WRITTEN.get(name, _OTHERS.get(name, "")))
+
+
+def _is_of_some(x: torch.Tensor) -> bool:
+    """Whether a tensor is on some ranks alone, in a stage or a branch: others have no value to send."""
+    return type(x) is DTensor and x.device_mesh.size() < x.device_mesh.outermost.size()
 
 
 def _refuse(name: str, given: dict[str, Any], written: list[DTensor]) -> None:
