@@ -639,6 +639,8 @@ def _as_made(out: Any, inputs: list[torch.Tensor], flops: int) -> _Made | None:
     for x in outputs:
         if type(x) is not type(inputs[0]) or x.device != inputs[0].device or x.dtype.is_complex:
             return None
+        if x.layout is not torch.strided:
+            return None
         if type(x) is FakeTensor and x.constant is not None:
             return None
         storage = x.untyped_storage()

@@ -78,7 +78,7 @@ from espalier.torch_private import (
     wrap_door,
     written_in_python,
 )
-from espalier.trees import flat_map, flatten, leaves, tensors_in
+from espalier.trees import flat_map, flatten, leaves, tensors_in, tree_map
 
 
 def install() -> None:
@@ -128,6 +128,8 @@ def install() -> None:
     note_constructors()
     for name in ("as_tensor", "asarray"):
         setattr(torch, name, _of_its_kind(getattr(torch, name)))
+    for way in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
+        setattr(torch, f"sparse_{way}_tensor", _of_whole_values(getattr(torch, f"sparse_{way}_tensor")))
     rnn = torch.nn.RNNBase
     rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign, assignment]
     for door in ("vmap", "grad", "functionalize"):
@@ -174,6 +176,19 @@ def _of_its_kind(original: Callable[..., Any]) -> Callable[..., Any]:
         if wants is None:
             return out
         return (out if wants and out.requires_grad else out.detach()).requires_grad_(wants)
+
+    return made
+
+
+def _of_whole_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.sparse_coo_tensor`` and its kin ask no types: they would take this rank's part, and no rank
+    would sum its gradient."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if torch_functions_on() and any(type(x) is DTensor for x in tensors_in((args, kwargs))):
+            args, kwargs = tree_map(lambda x: x.full_tensor() if type(x) is DTensor else x, (args, kwargs))
+        return original(*args, **kwargs)
 
     return made
 

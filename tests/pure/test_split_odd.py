@@ -472,6 +472,31 @@ def test_sparse_tensors_are_told(held: torch.layout | None, given: torch.layout,
         split(model, 2, (torch.ones(5, 6), graph(given)))
 
 
+class Sparse(Block):
+    """A block that makes a sparse tensor of some weights, and a dense one of that, as adapters do (SHiRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = torch.sparse_coo_tensor(torch.tensor([[0, 2, 5], [1, 3, 0]]), self.some, (8, 8))
+        return super().forward(x) + x @ (self.linear.weight + more)
+
+
+class SparseBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sparse() for _ in range(4))
+
+
+def test_sparse_tensors_within_blocks_are_told() -> None:
+    """torch has no data of them, by which they would be remembered, either."""
+    for _ in range(2):
+        with pytest.raises(SplitError, match="what sparse_coo_tensor gives in its forward is sparse"):
+            split(SparseBlocks().double(), 2, X)
+
+
 class Reversible(torch.autograd.Function):
     """Keeps what blocks give, and finds what they were given by going back, block by block."""
 

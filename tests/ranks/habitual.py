@@ -87,6 +87,22 @@ class Graph(nn.Module):
         return self.compressed @ self.last(graph @ hidden)  # type: ignore[no-any-return, operator]
 
 
+class Adapted(nn.Linear):
+    """Adds to some of its weights what it makes sparse, as adapters do (SHiRA)."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.some = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.tensor([[0, 2, 5], [1, 3, 0]], device=x.device)
+        return nn.functional.linear(
+            x,
+            self.weight + torch.sparse_coo_tensor(places, self.some, (6, 6), check_invariants=False),
+            self.bias,
+        )
+
+
 class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
