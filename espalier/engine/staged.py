@@ -80,7 +80,8 @@ class Staged(Passes):
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
-        self.to_write: list[ModelRun] = []
+        self.to_run: list[ModelRun] = []
+        self.draws: bool | None = None
         self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows

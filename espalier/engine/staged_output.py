@@ -2,8 +2,8 @@
 
 On one process the output is there when the model was called. In a pipeline it is computed in the pass that
 trains, or, where a value is asked for before, in a forward pass of its own: that draws the same random
-numbers and leaves attributes and generators as they were, so that looking at a loss changes nothing. Buffers
-that it writes to, as batch norm's, are written to then, and by no later pass of the call: it may have none.
+numbers. What a call in training changes (buffers, as batch norm's, what modules remember, generators) is
+changed then, and by no later pass of the call: it may have none.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class StagedPasses(Protocol):
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
-    to_write: list[ModelRun]  # calls whose buffers nobody has written yet, in their order
+    to_run: list[ModelRun]  # calls in training that have not run yet, in their order
+    draws: bool | None  # whether such a call draws random numbers; None: not known
 
     @property
     def stages(self) -> Stages: ...
@@ -135,6 +136,8 @@ class ModelRun:
         # what is trained itself, as an image: its optimizer writes to it
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
         self._settings = _settings(passes.call.module)
+        self._modes = [(m, m.training) for m in passes.call.module.modules()]
+        self._trains = passes.call.module.training
         self._state = TorchState.now(passes.mesh.device_type)
         readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
         self.is_part, self.share_of_loss = readers > 1, 1 / readers
@@ -142,9 +145,8 @@ class ModelRun:
         self.is_whole, self.is_of_all = not self.is_part and is_one, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
-        # before and after a value was computed in its place; what its loss is to draw from
+        # before a value was computed in its place; what its loss is to draw from
         self._begins: States | None = None
-        self._ends: States | None = None
         self._buffers: Before | None = None  # as they were, where that pass has written to them
         self._loss_begins: States | None = None
         self.has_gone_back, self.made_by = False, made_by
@@ -160,8 +162,8 @@ class ModelRun:
         self.leaves: list[torch.Tensor] = []
         self.handed_out: Any = None
         self._hooks = passes.observers.hooks
-        if passes.call.module.training:
-            passes.to_write.append(self)
+        if self._trains:
+            passes.to_run.append(self)
 
     @property
     def device(self) -> torch.device:
@@ -249,7 +251,7 @@ class ModelRun:
     def _form_key(self) -> tuple[Hashable, ...]:
         """What an output's kinds follow from."""
         others = [None if isinstance(x, torch.Tensor) else repr(x) for x in leaves(self._inputs)]
-        return tuple(others), self.is_own, self._passes.call.module.training, self._settings
+        return tuple(others), self.is_own, self._trains, self._settings
 
     def _computed(self) -> Any:
         passes = self._passes
@@ -273,29 +275,33 @@ class ModelRun:
             inputs = mapped(lambda x: self._earlier.get(id(x), x), inputs)
         parts, own = self._parts(inputs)
         passes.lay_out(parts[0])  # after which buffers are others
-        self._let_earlier_write()
-        if not self._state.grad and (passes.call.module.training or passes.stages.split.remembers):
+        self._let_earlier_run()
+        if not self._state.grad and (self._trains or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
         with self._looking(), self._as_called():
             begins = states(device)
             outputs = [self._seen(part) for part in parts]
-            if self._state.grad and self._drawn_from is None:
-                self._begins, self._ends = begins, states(device)
+            ends, others = states(device), Generators()
+        if self._state.grad and self._drawn_from is None:
+            self._begins = begins
+            restore(device, ends)  # later calls draw behind it, whether its loss goes back or not
+            others.restore()
+            if self._trains:
+                passes.draws = passes.draws or not equal(begins, ends)
         return self._joined(outputs, own, inputs)
 
-    def _let_earlier_write(self) -> None:
-        """Before this call writes to buffers, those do that the program has made before it.
+    def _let_earlier_run(self) -> None:
+        """Before this call writes to buffers or draws random numbers, those do that were made before it.
 
-        What they give has not been asked for: they run for their buffers, and, if a loss goes back, again.
+        What they give has not been asked for: they run for that alone, and, if a loss goes back, again.
         """
         passes = self._passes
-        split = passes.stages.split
-        if self not in passes.to_write:
+        if self not in passes.to_run:
             return
-        n = passes.to_write.index(self)
-        earlier, passes.to_write[: n + 1] = passes.to_write[:n], []
-        for run in earlier if split.written and not split.remembers else ():
+        n = passes.to_run.index(self)
+        earlier, passes.to_run[: n + 1] = passes.to_run[:n], []
+        for run in earlier if self._changes or passes.draws is not False else ():
             if run._is_as_called():
                 with torch.no_grad():
                     run.value()
@@ -398,6 +404,8 @@ class ModelRun:
             torchs, others = self._drawn_from
             restore(device, torchs)
             others.restore()
+        elif self._begins is not None:
+            restore(device, self._begins)
         try:
             with passes.memory.undone(), names_put_back(passes.call.module):
                 yield
@@ -411,11 +419,10 @@ class ModelRun:
     def _looking(self) -> Iterator[None]:
         """While open, the output is computed in the place of a training pass, which may never come."""
         passes, device = self._passes, self._passes.mesh.device()
-        split = passes.stages.split
         is_first = self._drawn_from is None and self._buffers is None
         if not self._state.grad:
             yield
-        elif not (is_first and passes.call.module.training and split.written) or split.remembers:
+        elif not (is_first and self._trains and self._changes):
             with self._untouched():
                 yield
         else:
@@ -426,11 +433,19 @@ class ModelRun:
             finally:
                 restore(device, drawn)
             self._buffers = before
+            passes.hide()  # what has no gradient yet
+
+    @property
+    def _changes(self) -> bool:
+        """Whether a call of the model leaves something that later ones find, beside torch's generators."""
+        split = self._passes.stages.split
+        return bool(split.written) or split.remembers or split.dice is not None
 
     @contextmanager
     def _again(self) -> Iterator[None]:
         """While open, a pass finds buffers as another one did that has written to them, and leaves them."""
         assert self._buffers is not None
+        self._passes.memory.hidden.show(self._passes.call.module)
         back = self._buffers.swap()
         try:
             with self._passes.memory.undone():
@@ -438,9 +453,18 @@ class ModelRun:
         finally:
             back()
 
-    def _as_called(self) -> AbstractContextManager[None]:
-        """While open, the model runs under the autocast under which the program called it."""
-        return having(self._passes.call, asked=self._state)
+    @contextmanager
+    def _as_called(self) -> Iterator[None]:
+        """While open, the model runs as it was called: under that autocast, its modules in those modes."""
+        others = [(m, m.training) for m, mode in self._modes if m.training is not mode]
+        with having(self._passes.call, asked=self._state):
+            for m, now in others:
+                m.training = not now
+            try:
+                yield
+            finally:
+                for m, now in others:
+                    m.training = now
 
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
@@ -531,9 +555,6 @@ class ModelRun:
     def sample(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function gives that draws random numbers, of values that no gradient goes back through."""
         mesh = self._passes.mesh
-        begins, ends = (self._begins, self._ends) if self._drawn_from is None else (None, None)
-        if begins is not None and ends is not None and equal(states(mesh.device()), begins):
-            restore(mesh.device(), ends)
 
         def laid(x: Any) -> Any:
             is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
@@ -608,7 +629,7 @@ class ModelRun:
         if self.batch is not None:
             self._check_alone(leaves_beside, adds)
         refuse_changed(self._marks)
-        self._let_earlier_write()
+        self._let_earlier_run()
         if self.is_own:
             passes.first_batches.note(self._inputs, own=True)
         earlier = passes.taken_gradients()

@@ -1,0 +1,97 @@
+"""Outputs of several calls of a model in stages: drawn and remembered as on one process, in their modes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espalier
+
+
+class Marked(nn.Module):
+    """A layer whose outputs tell which call it was."""
+
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.l, self._draw, self._calls = nn.Linear(3, 3), draw, 0
+        self._generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._draw == "python":
+            by = torch.tensor([random.random() for _ in range(3)])
+        elif self._draw == "own":
+            by = torch.randn(3, generator=self._generator)
+        else:
+            self._calls += 1
+            by = torch.full((3,), float(self._calls))
+        out: torch.Tensor = self.l(x) + by
+        return out
+
+
+Meet = Callable[[Any, Any], Any]
+MEET: list[Meet] = [
+    lambda a, b: (a * b).mean(),
+    lambda a, b: (a + 2 * b).square().mean(),
+    lambda a, b: (b * a.detach()).mean(),
+]
+
+
+def losses(layer: nn.Module, meet: Meet, plan: dict[str, int]) -> list[float]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 3))
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.01), plan=plan)
+    found = []
+    for _ in range(2):
+        loss = meet(model(torch.ones(2, 3)), model(torch.ones(2, 3)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return [*found, torch.rand(()).item(), random.random()]
+
+
+def called_in_another_mode(plan: dict[str, int]) -> list[float]:
+    """The model is called in one mode, and the loss goes back in the other."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3))
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    found = []
+    for mode in (True, False, True):
+        model.train(mode)
+        out = model(torch.ones(4, 3))
+        model.train(not mode)
+        loss = out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert model.training is not mode
+        found.append(loss.item())
+    return found
+
+
+def all_of_it(rank: int, world: int, expected: list[list[float]] | None) -> list[list[float]]:
+    torch.set_default_dtype(torch.float64)
+    plan = {"pipe": world} if world > 1 else {"data": 1}
+    try:
+        found = [
+            losses(layer, meet, plan)
+            for meet in MEET
+            for layer in (nn.Dropout(0.5), *map(Marked, ("python", "own", "count")))
+        ]
+        found.append(called_in_another_mode(plan))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for given, right in zip(found, expected or found, strict=True):
+        assert given == pytest.approx(right, rel=1e-9, abs=1e-12)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_calls_that_meet_are_those_of_one_process(ranks: Any) -> None:
+    ranks(2, all_of_it, ranks(1, all_of_it, None)[0])
