@@ -370,6 +370,16 @@ def written_in_python(scripted: Any) -> Callable[..., Any] | None:
     return source
 
 
+def put_in_place(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Put ``wrapper(function)`` in the place of one of torch's, which TorchScript goes on to know as that."""
+    original = getattr(module, name)
+    made = wrapper(original)
+    setattr(module, name, made)
+    builtins: Any = getattr(torch.jit, "_builtins", None)
+    if builtins is not None and (operator := builtins._find_builtin(original)) is not None:
+        builtins._register_builtin(made, operator)
+
+
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, to be changed, too."""
     return module._parameters

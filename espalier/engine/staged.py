@@ -78,7 +78,7 @@ class Staged(Passes):
         self._here = self.mesh.coordinate[self._axis]
         self._dtype: torch.dtype | None = None  # of the loss
         self._factor: torch.Tensor | None = None
-        self._weighs = self._is_finished = self._is_known = self._is_of_loop = False
+        self._weighs = self._is_finished = self._is_known = self._is_of_loop = self.counts_one = False
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
         self.to_run: list[ModelRun] = []
         self.draws: bool | None = None
@@ -89,7 +89,6 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
-        self.counts_one = False  # what a loss is a mean over is to be known of one micro-batch, too
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
         self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None

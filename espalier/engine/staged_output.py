@@ -69,7 +69,7 @@ class StagedPasses(Protocol):
     known_losses: dict[Hashable, bool]
     observers: Observers
     last_factor: torch.Tensor | None
-    counts_one: bool
+    counts_one: bool  # what a loss is a mean over is to be known of one micro-batch, too
     scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation

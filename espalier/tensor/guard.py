@@ -68,6 +68,7 @@ from espalier.torch_private import (
     note_constructors,
     open_saving_hooks,
     outside_transforms,
+    put_in_place,
     raw,
     replace_muon,
     same_score,
@@ -127,9 +128,9 @@ def install() -> None:
             setattr(module, "to_dlpack", _of_whole(module.to_dlpack))  # noqa: B010
     note_constructors()
     for name in ("as_tensor", "asarray"):
-        setattr(torch, name, _of_its_kind(getattr(torch, name)))
+        put_in_place(torch, name, _of_its_kind)
     for way in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
-        setattr(torch, f"sparse_{way}_tensor", _of_whole_values(getattr(torch, f"sparse_{way}_tensor")))
+        put_in_place(torch, f"sparse_{way}_tensor", _of_whole_values)
     rnn = torch.nn.RNNBase
     rnn.flatten_parameters = _flattened(rnn.flatten_parameters)  # type: ignore[method-assign, assignment]
     for door in ("vmap", "grad", "functionalize"):

@@ -117,3 +117,15 @@ def test_the_check_itself() -> None:
     assert takes(good, theirs) == []
     assert takes(turned, theirs) == ["a in place 0", "b in place 1"]
     assert takes(poor, theirs) == ["b in place 1", "b", "c left out"]
+
+
+def of_functions(x: float, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(x) + torch.sparse_coo_tensor(i, v, [2]).to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripts_know_functions_that_are_wrapped() -> None:
+    """TorchScript compiles a program's calls of them, as it does without the library."""
+    scripted = torch.jit.script(of_functions)
+    out = scripted(1.0, torch.tensor([[1]]), torch.ones(1))
+    assert out.tolist() == [1.0, 2.0]
