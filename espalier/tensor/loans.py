@@ -38,7 +38,7 @@ from espalier.torch_private import (
     schema_of,
     version_of,
 )
-from espalier.trees import tree_map
+from espalier.trees import tensors_in, tree_map
 
 Call = Callable[..., Any]
 # the C getters themselves: to be called where torch functions are not intercepted
@@ -204,6 +204,12 @@ def is_handed_out(x: torch.Tensor) -> bool:
     return handed is not None and handed.is_held
 
 
+def was_handed_out(x: torch.Tensor) -> bool:
+    """Whether somebody was ever given an alias of a tensor's data, and may have written to it."""
+    handed = x.__dict__.get("_handed_out")
+    return handed is not None and handed.times > 0
+
+
 def is_view(func: Call, args: Sequence[Any]) -> bool:
     """Whether torch promises that a call gives views of its first argument."""
     if func is torch.Tensor.__getitem__:
@@ -294,6 +300,8 @@ def call(
             refresh(x)
         elif not (one and x is args[0]) or x._source.takes(func):
             stand[id(x)] = here = x._source.stand_in(func)  # type: ignore[attr-defined]
+            if any(x is t for t in tensors_in(kwargs.get("out"))):
+                hand_out(x, here)  # which is written to
             here._of = x  # type: ignore[attr-defined]
     first = args[0] if args else None
     if stand:

@@ -73,18 +73,30 @@ def same_as_one_process(rank: int, world: int, folder: str) -> None:
         net = model("gpt2", tied=True)
         plain = copy.deepcopy(net)
         ours, theirs = (getattr(torch.optim, name)(m.parameters(), lr=1e-2, **options) for m in (net, plain))
-        plan = {"data": world, "zero": 3, "offload": {**EVERYTHING, "directory": folder}}
+        offload = {**EVERYTHING, "directory": folder}
+        if name == "SGD":
+            offload["gradients"] = "disk"
+        plan = {"data": world, "zero": 3, "offload": offload}
         engine = espalier.initialize(net, ours, plan, max_grad_norm=0.5)
         for step in range(3):
             for half in range(2):
                 same_backward(engine, plain, batch(4, 2 * step + half))
             engine.finish_gradients()
             assert apart(net, plain, gradients=True) < TOLERANCE
+            if name == "SGD":
+                for p in (*net.parameters(), *plain.parameters()):
+                    p.grad.data.mul_(0.01)  # type: ignore[union-attr]
             engine.step()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             theirs.step()
             theirs.zero_grad()
             assert apart(net, plain, gradients=False) < TOLERANCE, name
+            if step == 1:  # also past what counts it
+                for m in (net, plain):
+                    for state in (ours if m is net else theirs).state.values():
+                        for x in state.values():
+                            if isinstance(x, torch.Tensor) and x.ndim:
+                                x.data.mul_(0.5)
             if step == 0:  # what others write counts
                 with torch.no_grad():
                     for m in (net, plain):
@@ -100,6 +112,32 @@ def same_as_one_process(rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_other_optimizers_equal_one_process(ranks: Any, tmp_path: Path, world: int) -> None:
     ranks(world, same_as_one_process, str(tmp_path))
+
+
+def given_as_out(rank: int, world: int, folder: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).double()
+    plain = copy.deepcopy(net)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    offload = {"parameters": "disk", "states": "disk", "directory": folder}
+    plan = {"data": world, "zero": 3, "offload": offload}
+    ours, stepped = espalier.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), plan=plan)
+    for _ in range(3):
+        x, losses = torch.randn(4, 6, dtype=torch.float64), []
+        for m, optimizer in ((ours, stepped), (plain, theirs)):
+            losses.append(m(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():  # and nobody reads before the next pass
+                torch.mul(m[1].weight, 0.5, out=m[1].weight)
+            torch.nn.init.eye_(m[0].weight)
+        assert abs(losses[0].item() - losses[1].item()) < TOLERANCE
+    gc.collect()
+
+
+def test_parameters_given_as_out(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, given_as_out, str(tmp_path))
 
 
 def with_masters(rank: int, world: int, folder: str, zero: int) -> None:

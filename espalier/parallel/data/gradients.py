@@ -30,6 +30,7 @@ from espalier.parallel.data.chunks import Chunk, ShardedParam, ShardGroup
 from espalier.parallel.data.residency import OffloadStore
 from espalier.parallel.data.stages import ZeroStage
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.loans import was_handed_out
 from espalier.tensor.waiting import LastHook
 from espalier.torch_private import plain_call, raw
 
@@ -414,7 +415,10 @@ class Gradients:
         assert self._store is not None
         if self._store.is_leaving(_key(chunk)):
             self._store.settle()
-        _show_moved(chunk, *self._store.take(_key(chunk), [chunk.gradient], on_host=on_host))
+        shown = [m.p.__dict__.get("_reduced") for m in chunk.members]
+        written = any(grad is not None and was_handed_out(grad) for grad in shown)
+        taken = self._store.take(_key(chunk), [chunk.gradient], on_host=on_host, written=written)
+        _show_moved(chunk, *taken)
 
     def leave(self, chunk: Chunk, *, new: bool = False) -> None:
         """Start to take the gradients of a chunk away, if they are to be off the device.

@@ -32,6 +32,7 @@ from espalier.parallel.plan import Place, Updater
 from espalier.parallel.several import parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
+from espalier.tensor.loans import was_handed_out
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import raw
 
@@ -407,7 +408,8 @@ class OffloadedStep:
         """Let a chunk's states be there: :meth:`leave` takes them away again."""
         if a.place != "device":
             what, shown = a.states(states)
-            a.set(states, what, self.store.take(a.key, shown, on_host=on_host))
+            written = any(map(was_handed_out, shown))
+            a.set(states, what, self.store.take(a.key, shown, on_host=on_host, written=written))
 
     def _by_host(self) -> list[OffloadedChunk]:
         """Those that the host updates."""

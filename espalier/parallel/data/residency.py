@@ -204,10 +204,15 @@ class OffloadStore:
             buffers = self.disk.empty(key, pin=pins(self.device))
         item.coming = buffers, self.disk.read(key, buffers)
 
-    def take(self, key: str, shown: Sequence[torch.Tensor], *, on_host: bool = False) -> Tensors:
+    def take(
+        self, key: str, shown: Sequence[torch.Tensor], *, on_host: bool = False, written: bool = False
+    ) -> Tensors:
         """The tensors whose stand-ins these are, on the device or on the host.
 
         On the host they are those that the next ``put`` would fill: to change them in place is enough.
+
+        Args:
+            written: others may have written to these so that no version counts it (``x.data``).
 
         Raises:
             DiskError: the file is not what was written.
@@ -218,7 +223,7 @@ class OffloadStore:
             if item is not None:
                 item.shown = []
                 self._carry(key, item.place, "to host" if on_host else "back")
-            if item is None or self._changed(item, shown):
+            if item is None or self._changed(item, shown, written):
                 tensors = [t.clone() if t.device.type == "cpu" else t for t in shown]
                 if item is not None:
                     item.host = item.coming = None
@@ -239,13 +244,13 @@ class OffloadStore:
             self._tell(there, is_outside=on_host)
             return there
 
-    def _changed(self, item: _Item, shown: Sequence[torch.Tensor]) -> bool:
+    def _changed(self, item: _Item, shown: Sequence[torch.Tensor], written: bool = False) -> bool:
         if self._dry:
             return len(shown) != len(item.shapes)
         marks = [_mark(t) for t in shown]
         if item.place in MEMORIES:
             return [m[0] for m in marks] != [m[0] for m in item.marks]
-        return marks != item.marks
+        return written or marks != item.marks
 
     def watched_by(
         self, outside: Callable[[torch.Tensor], object], inside: Callable[[torch.Tensor], object]
