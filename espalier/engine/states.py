@@ -56,7 +56,7 @@ def lay_out_states(
     Raises:
         ValueError: one has no memory, and is on no tape.
     """
-    with data.updating(keep=True, exchange=False):
+    with data.updating(keep=True, exchange=False, gradients=False):
         for p, state in optimizer.state.items():
             if isinstance(p, DTensor):
                 if not p._layout.mesh.is_dry:

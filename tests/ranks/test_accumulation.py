@@ -355,6 +355,38 @@ def test_batches_that_do_not_fit_are_told_on_all_ranks(ranks: Any) -> None:
     ranks(4, misfits)
 
 
+def loaded_between(rank: int, world: int, zero: int) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    plain = copy.deepcopy(net)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    ours, _ = espalier.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        plan={"data": 2, "zero": zero, "accumulate": 2},
+    )
+    for i in range(6):
+        x = torch.randn(4, 6, dtype=torch.float64)
+        loss, expected = ours(x).square().mean(), plain(x).square().mean()
+        ours.engine.backward(loss)
+        ours.engine.step()
+        (expected / 2).backward()
+        if i % 2:
+            theirs.step()
+            theirs.zero_grad()
+        assert abs(loss.item() - expected.item()) < TOLERANCE
+        if i != 3:  # between the micro-batches of a step, and after one
+            for m in (ours, plain):
+                m.load_state_dict({name: 0.5 * value for name, value in m.state_dict().items()})
+    found = ours.state_dict()
+    assert all((found[name] - value).abs().max() < TOLERANCE for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_loaded_between_micro_batches(ranks: Any, zero: int) -> None:
+    ranks(2, loaded_between, zero)
+
+
 def ragged(rank: int, world: int, zero: int) -> None:
     net = model()
     plain = copy.deepcopy(net)

@@ -129,7 +129,7 @@ class ZeroState:
         self._handed_out: list[Written] = []  # masters that a program may write to
         self._store = self._place(chunks, plan.offload)
         self._mastered = [chunk for chunk in self.chunks if chunk.has_master]
-        self._keeps = False  # gradients, in the step under way
+        self._keeps, self._shows_gradients = False, True  # in the step under way
         self._in_place = plan.gradients == "in-place"
         for chunk in self._mastered:
             chunk.in_place = self._in_place
@@ -489,7 +489,9 @@ class ZeroState:
             masters.remember(self._mastered)
 
     @contextmanager
-    def updating(self, *, keep: bool = False, exchange: bool = True, turns: bool = False) -> Iterator[None]:
+    def updating(
+        self, *, keep: bool = False, exchange: bool = True, turns: bool = False, gradients: bool = True
+    ) -> Iterator[None]:
         """While open, each trained parameter is what the optimizer is to update here, with its gradient.
 
         That is the parameter, its master, or this rank's piece of either; a master's gradient is float32.
@@ -498,9 +500,10 @@ class ZeroState:
 
         Args:
             turns: chunks that have a turn of their own are to have it meanwhile.
+            gradients: to be shown; between micro-batches there are none that fit what is updated.
         """
         self._settle()
-        self._keeps = keep
+        self._keeps, self._shows_gradients = keep, gradients
         with self._opened([chunk for chunk in self.chunks if not (turns and chunk.has_turn)], keep):
             yield
         if exchange:
@@ -563,7 +566,7 @@ class ZeroState:
             for m in chunk.members:
                 fill(m.p)
 
-        with self.updating(keep=True, turns=True):
+        with self.updating(keep=True, turns=True, gradients=False):
             for chunk in self.chunks:
                 if not chunk.has_turn:
                     visit(chunk)
@@ -631,7 +634,7 @@ class ZeroState:
         gradients: list[torch.Tensor | None] = []
         dtype = chunk.dtype if chunk.master is None else chunk.master.dtype
         with raw():
-            grads = [gradient_of(m.p) for m in chunk.members]
+            grads = [gradient_of(m.p) if self._shows_gradients else None for m in chunk.members]
             if chunk.places:
                 grads = self._beside(chunk, grads)
             for m, grad in zip(chunk.members, grads, strict=True):
