@@ -31,6 +31,7 @@ from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
+from espalier.tensor.loans import is_whole
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import (
     foreach_copy_,
@@ -112,7 +113,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             "model.parameters() of the very model given."
         )
     check_beside(beside, plan)
-    _refuse_of_two_models(optimizer, model)
+    _refuse_of_two_models(optimizer, model, beside)
     if plan.pipe > 1:
         for part in filter(steps_by_closure, parts_of(optimizer)):
             warnings.warn(_BY_CLOSURE.format(type(part).__name__), stacklevel=user_frame()[0])
@@ -161,12 +162,16 @@ def _let_take_all(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     take_all_stages(optimizer)
 
 
-def _refuse_of_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """See that no other model's engine makes the steps of an optimizer."""
+def _refuse_of_two_models(
+    optimizer: torch.optim.Optimizer, model: nn.Module, beside: Sequence[torch.Tensor]
+) -> None:
+    """See that no other model's engine makes the steps of an optimizer, or has cut what it holds."""
+    laid = [p._layout for p in beside if type(p) is DTensor]
+    is_cut = any(layout.mesh.is_member and not is_whole(layout) for layout in laid)
     for part in parts_of(optimizer):
         other = model_of_steps(part)
-        if other is not None and other is not model:
-            a, b = type(other).__name__, type(model).__name__
+        if is_cut or (other is not None and other is not model):
+            a, b = "another" if is_cut or other is None else type(other).__name__, type(model).__name__
             raise ValueError(
                 f"{type(part).__name__} holds parameters of two models ({a} and {b}), each of which is "
                 "prepared by itself. Put them into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that "
