@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class StageContext(NamedTuple):
         pulse: is told of each action.
         memory: what modules set, for all ranks.
         observers: the program's hooks that look at modules.
+        begin: is called before a micro-batch's forward pass.
     """
 
     call: ModelCall
@@ -62,6 +63,7 @@ class StageContext(NamedTuple):
     pulse: Watchdog
     memory: Memory
     observers: Observers
+    begin: Callable[[], None]
 
 
 class MicroBatches:
@@ -208,6 +210,7 @@ class MicroBatches:
     def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
+        self._of.begin()
         if torch.is_grad_enabled() and stage in self._left:
             self._left[stage].forward(micro_batch)
         with self._puts_off(programs[stage]) if put_off else nullcontext():

@@ -397,7 +397,7 @@ class Staged(Passes):
         parts = data.gradients.parts
         evaluation, pulse = self.evaluation, self.pulse
         context = self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory
-        return StageContext(*context, self.observers)
+        return StageContext(*context, self.observers, data.begin_micro_batch)
 
     def _run(self, work: MicroBatches, schedule: Schedule) -> None:
         assert self.data is not None

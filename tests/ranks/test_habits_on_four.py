@@ -176,6 +176,28 @@ def weights_given_whole(lay: Lay) -> list[Any]:
     return [*losses, *trained(model, optimizer)]
 
 
+class Standardized(nn.Module):
+    """Weights are used beside their modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            w = layer.weight / (layer.weight.std(1, keepdim=True) + 1e-3)
+            x = x + torch.tanh(layer(x) + x @ w)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def weights_beside_their_modules(lay: Lay) -> list[Any]:
+    """What is gathered for them is there yet, when the next micro-batch comes."""
+    model = Standardized()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    return trained(model, optimizer)
+
+
 class Judged(nn.Module):
     """Who judges is called on what is made, and on what there is: stages share its weights."""
 
@@ -326,6 +348,16 @@ STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
     experts_of_divided_blocks: [{"data": 2, "pipe": 2, "zero": 3}],
     weights_shared_by_two_losses: [{"data": 2, "pipe": 2}, {"data": 2, "pipe": 2, "zero": 3}],
     weights_given_whole: [{"tensor": 2, "pipe": 2}],
+    weights_beside_their_modules: [
+        {
+            "data": 2,
+            "pipe": 2,
+            "accumulate": 4,
+            "zero": 3,
+            "chunk_megabytes": 0.001,
+            "prefetch_megabytes": 0.001,
+        }
+    ],
     rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
     weights_used_again: [
         {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)

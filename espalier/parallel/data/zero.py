@@ -352,6 +352,11 @@ class ZeroState:
             for block in blocks:
                 self.prefetcher.gather_before(block)
 
+    def begin_micro_batch(self) -> None:
+        """Before the forward pass of one of several that are under way."""
+        if self.prefetcher is not None:
+            self.prefetcher.rest()
+
     def begin_forward(self) -> None:
         """Before the model is called.
 
