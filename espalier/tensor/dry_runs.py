@@ -204,6 +204,8 @@ UNCOUNTED: dict[Any, Callable[..., int]] = {
 }
 _FOLLOWED = 2**21  # elements of tensors whose values are computed
 _RANDOM = torch.Tag.nondeterministic_seeded
+_SIZED = torch.Tag.dynamic_output_shape
+_MASKS = (torch.bool, torch.uint8)
 _META = torch.device("meta")
 
 
@@ -231,18 +233,19 @@ class CostMode(DispatchMode):
     Attributes:
         total: since the last :meth:`begin`.
         random: whether one of these drew random numbers.
+        sized: whether one gave as many numbers as values said (``nonzero``, an index that is a mask).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total, self.random = OpCost(), False
+        self.total, self.random, self.sized = OpCost(), False, False
         self._nested = False
         self._counts = flop_counts()
 
     def begin(self) -> None:
         """A call begins."""
         if not self._nested:
-            self.total, self.random = OpCost(), False
+            self.total, self.random, self.sized = OpCost(), False, False
 
     def taken(self) -> OpCost:
         """The work since."""
@@ -262,6 +265,8 @@ class CostMode(DispatchMode):
         out = remembered(func, args, kwargs)
         self.random = self.random or _RANDOM in func.tags
         packet = func.overloadpacket
+        if _SIZED in func.tags and (packet is not torch.ops.aten.index or _has_mask(args[1])):
+            self.sized = True
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
         is_view = any(
@@ -271,6 +276,11 @@ class CostMode(DispatchMode):
         read = 0 if is_view else sum(map(_held, tensors_in([args, kwargs])))
         self.total = self.total.plus(OpCost(flops, written + read, written))
         return out
+
+
+def _has_mask(indices: Any) -> bool:
+    """Whether an index gives as many numbers as its values say; one of numbers gives as many as it has."""
+    return any(x.dtype in _MASKS for x in tensors_in([indices]))
 
 
 def _held(x: torch.Tensor) -> int:

@@ -557,3 +557,34 @@ def test_autograd_functions_that_call_modules_lie_in_one_stage() -> None:
     equal(model, X, found, exact=False)
     with pytest.raises(SplitError, match="Reversible, an autograd function, .* uses modules itself"):
         split(ReversibleTrunk(4).double(), 2, X)
+
+
+class Picked(nn.Module):
+    """Does more with the rows that a mask of the batch picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows, x = mask.nonzero()[:, 0], self.layers[0](x)
+        some = x[rows]
+        for layer in [*self.layers][1:]:
+            some = layer(some).tanh()
+        return x.index_add(0, rows, some)
+
+
+def test_sizes_by_values() -> None:
+    """What stages send hangs on how many rows a mask picks: they are those of a mask that picks as many."""
+    torch.manual_seed(0)
+    model, x = Picked(), torch.randn(6, 4)
+    masks = [torch.tensor(rows) > 0 for rows in ([0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 0, 0], [0] * 6, [1] * 6)]
+    stages = split(model, 2, (x, masks[0]), cuts=["layers.2"])
+    assert stages.at((x, masks[1])) is stages
+    found = []
+    for mask in masks:
+        found.append(stages.at((x, mask)))
+        first, last = found[-1].stages
+        torch.testing.assert_close(last(first((), (x, mask)), (x, mask)), model(x, mask))
+        assert [value.shape for value in last.inputs][-1] == (int(mask.sum()), 4)
+    assert len(set(map(id, found))) == 3

@@ -858,6 +858,11 @@ def equal(a: Any, b: Any) -> bool:
         return False
 
 
+def sizes_of(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """What stages have to have again of tensors whose shapes hang on values of the batch."""
+    return [tuple(x.shape) for x in tensors]
+
+
 def name_of(func: Any) -> str:
     """What a torch function is called."""
     return str(getattr(func, "__name__", func))

@@ -47,6 +47,7 @@ from espalier.parallel.pipeline.record import (
     mapped,
     name_of,
     newly_hooked,
+    sizes_of,
     storage_of,
 )
 from espalier.parallel.pipeline.remembered import Place, may_be_told, says_data, value_at
@@ -362,7 +363,10 @@ class _Recorder(TorchFunctionMode):
         self.worked = CostMode()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
-        inner = [name for name in blocks(model) if not name.startswith(tuple(f"{w}." for w in whole))]
+        clusters = nn.AdaptiveLogSoftmaxWithLoss  # they call their parts where labels fall into them
+        self._clusters = [name for name, m in model.named_modules() if isinstance(m, clusters)]
+        apart = tuple(f"{name}." for name in (*whole, *self._clusters))
+        inner = [name for name in blocks(model) if not name.startswith(apart)]
         self.trace.containers = frozenset(
             name for name in self._names.values() if not name or any(b.startswith(f"{name}.") for b in inner)
         )
@@ -597,7 +601,7 @@ class _Recorder(TorchFunctionMode):
         if name == "to" and any(out is x for x in tensors):
             # it moves nothing here, but may where the stages run
             out = torch.ops.aten.alias.default(out)
-        work, drew = self.worked.taken(), self.worked.random
+        work, drew, sized = self.worked.taken(), self.worked.random, self.worked.sized
         outputs = leaves(out, torch.Tensor)
         _refuse_sparse(self.model, ((f"what {name_of(func)} gives in its forward", x) for x in outputs))
         written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if version_of(x) != v}
@@ -626,6 +630,11 @@ class _Recorder(TorchFunctionMode):
             self._changing |= {self.trace.values[n].storage for n in makes}
         out_refs = mapped(self.ref, out)
         self._note(func, reads, out_refs, numbers, makes, written, local=local, work=work)
+        if sized and self._path and self.trace.calls[self._path[-1]].name in self._clusters:
+            raise _Hidden(f"{name_of(func)} gives as many rows as a cluster has")
+        if sized and local:  # what is made of it has its size, and Python may go by that
+            given: tuple[Any, Any] = tuple(map(Ref, makes)), {}
+            self._note(sizes_of, given, sizes_of(*outputs), tuple(makes), local=True, read=True)
         return out
 
     def _by_itself(
