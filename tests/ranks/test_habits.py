@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import espalier
+from espalier.parallel.pipeline.record import SplitError
 from tests.ranks.habits import Lay, as_it_is, batch, compare, loss_of, stepped, trained
 from tests.ranks.habits_of_optimizers import (
     averages_of_weights,
@@ -415,6 +416,42 @@ def adjoint_methods(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(3)], *model.parameters()]
 
 
+class Rare(nn.Module):
+    """Softmax in clusters: how many rows each has, and which there are, hangs on the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh())
+        self.leave = nn.AdaptiveLogSoftmaxWithLoss(8, 4, [1, 3], div_value=2.0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.leave(self.enter(x), y).loss
+
+
+def sizes_by_labels(lay: Lay) -> list[Any]:
+    model, out = Rare(), list[Any]()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(4):
+        x, y = batch(step)
+        out.append(stepped(model(x, y % 2 if step == 3 else y), optimizer).item())
+    return [*out, *model.parameters()]
+
+
+def parameters_in_other_places(lay: Lay) -> list[Any]:
+    """Layers of one stage exchange their weights, and share one."""
+    model = nn.Sequential(nn.Linear(6, 12), *(net(12, 12) for _ in range(3)), nn.Linear(12, 4))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out, inner = list[Any](), [x for x in model[1].modules() if isinstance(x, nn.Linear)]
+    a, b = inner[0], inner[-1]
+    for step in range(6):
+        if step == 2:
+            a.weight, b.weight = b.weight, a.weight
+        if step == 4:
+            a.weight = b.weight
+        out.append(trained(model, optimizer, step).item())
+    return [*out, *model.parameters()]
+
+
 def layers_past_autocast(lay: Lay) -> list[Any]:
     model = nn.Sequential(net(6, 12), PastAutocast(), nn.Linear(12, 12), PastAutocast(), nn.Linear(12, 4))
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -454,6 +491,7 @@ PROGRAMS = (
     layers_past_autocast,
     functions_of_ones_own_in_losses,
     adjoint_methods,
+    parameters_in_other_places,
     layers_that_come_later,
     rows_that_come_later,
     functions_of_torchscript,
@@ -490,6 +528,7 @@ PROGRAMS = (
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
     gradients_dropped_by_hand,
+    parameters_in_other_places,
     tables_of_the_programs,
     functions_of_ones_own_in_losses,
     layers_past_autocast,
@@ -534,6 +573,33 @@ def compared(rank: int, world: int) -> None:
         if program in AROUND:  # they have an optimizer update stand-ins of what it holds
             plans = tuple(plan for plan in plans if "offload" not in plan)
         compare(program, [(plan, {}) for plan in plans])
+    compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
+    for change in (tied, exchanged, others):
+        refused_among_stages(change)
+
+
+def tied(model: nn.Sequential) -> None:
+    model[4].weight = model[0].weight
+
+
+def exchanged(model: nn.Sequential) -> None:
+    model[0].weight, model[4].weight = model[4].weight, model[0].weight
+
+
+def others(model: nn.Sequential) -> None:
+    model[4].weight = nn.Parameter(model[4].weight.detach().clone())
+
+
+def refused_among_stages(change: Any) -> None:
+    """What stages have was said by the first batch: no rank goes on with other parameters, or waits."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    plan = {"pipe": 2, "schedule": "zb-h1", "accumulate": 2}
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    trained(model, optimizer, 0)
+    change(model)
+    said = "came later" if change is others else "were tied or exchanged since"
+    with pytest.raises(SplitError, match=said):
+        trained(model, optimizer, 1)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")

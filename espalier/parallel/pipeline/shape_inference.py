@@ -35,7 +35,7 @@ from espalier.tensor.dry_autocast import as_if_for_cpu
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
-from espalier.torch_private import HOOKS, TABLES, own_buffers, raw
+from espalier.torch_private import HOOKS, TABLES, own_buffers, own_parameters, raw
 from espalier.trees import flatten, unflatten
 
 _MOST_KNOWN = 256
@@ -98,6 +98,9 @@ class ShapeInference:
         self, model: nn.Module, twin: nn.Module, mesh: Mesh, here: Mesh, alone: Collection[int] = ()
     ) -> None:
         self._model, self._twin, self._mesh, self._here, self._alone = model, twin, mesh, here, alone
+        # each parameter as its original's, which is kept so that its id is no other's
+        both = zip(parameters_in(model), parameters_in(twin), strict=True)
+        self._twins = {id(p): (p, dry_p) for p, dry_p in both}
         self._known: dict[Any, InferredShapes] = {}
         self._switches = _Switches(model)
 
@@ -137,6 +140,9 @@ class ShapeInference:
                 _remove_hooks(theirs, ours)
                 for name, b in own_buffers(ours).items():
                     _follow(own_buffers(theirs), name, b)
+                for name, p in own_parameters(ours).items():
+                    if id(p) in self._twins and name in own_parameters(theirs):
+                        own_parameters(theirs)[name] = self._twins[id(p)][1]
             held, of_twin = [*parameters_in(self._model)], [*parameters_in(self._twin)]
             if len(held) != len(of_twin):
                 raise SplitError(

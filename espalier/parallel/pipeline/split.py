@@ -319,6 +319,8 @@ class _Family:
         self._children = [child for m in self._modules for child in own_modules(m).values()]
         self._held = [own_parameters(m) for m in self._modules]
         self._parameters = {id(p): p for p in parameters_in(model)}
+        self._order = {i: n for n, i in enumerate(self._parameters)}
+        self._places = [id(p) for table in self._held for p in table.values() if p is not None]
         self._names = [name for name, _ in named_parameters_in(model)]
         self._users: dict[str, tuple[int, ...]] | None = None
         self._buffers = [own_buffers(m) for m in self._modules]
@@ -383,14 +385,33 @@ class _Family:
         if self._users is None:
             self._users = users
             return
-        for name, _ in named_parameters_in(self.model):
-            here = [program.number for program in split.stages if name in program.uses]
-            if wrong := set(here) - set(self._users.get(name, here)):
+        of = self._users_by_id()
+        for name, p in named_parameters_in(self.model):
+            here = tuple(program.number for program in split.stages if name in program.uses)
+            known = of.get(id(p)) or self._users.get(name, here)
+            if wrong := set(here).difference(known):
+                if id(p) in of and self._placed():
+                    raise SplitError(
+                        f"{name!r} is a parameter that stages {[*of[id(p)]]} had with the first batch, by "
+                        f"which it lies there, and is used in stage {min(wrong)} now: parameters were tied "
+                        "or exchanged since (a.weight = b.weight). Do that before espalier.prepare or "
+                        "initialize, where stages get copies of it; or train under a plan without pipe."
+                    )
                 raise SplitError(
                     f"{name!r} is used in stage {min(wrong)} this time, and in {[*self._users[name]]} with "
                     "the first batch, by which it lies there: the forward calls modules in another order. "
                     "Let it call them in one order, or train under a plan without pipe."
                 )
+
+    def _users_by_id(self) -> dict[int, tuple[int, ...]]:
+        """The stages that used each parameter with the first batch."""
+        assert self._users is not None
+        return {i: self._users[name] for i, name in zip(self._parameters, self._names, strict=True)}
+
+    def _placed(self) -> tuple[int, ...]:
+        """Which parameter is where, by their order at first; nothing while each is where it was."""
+        held = [id(p) for table in self._held for p in table.values() if p is not None]
+        return () if held == self._places else tuple(self._order.get(i, -1) for i in held)
 
     def key(self, batch: Any) -> Any:
         """What a trace depends on of a batch, beside its values."""
@@ -422,7 +443,8 @@ class _Family:
                 "pipe."
             )
         held = [p for table in self._held for p in table.values() if p is not None]
-        if any(id(p) not in self._parameters and type(p) is not DTensor for p in held):
+        later = [p for p in held if id(p) not in self._parameters]
+        if any(type(p) is not DTensor or isinstance(p, nn.Parameter) for p in later):
             refuse_later(self.model, self._parameters)
         with raw():  # past DTensor's Python getters: this is asked at every step
             kinds = tuple((_dtype(p), _requires_grad(p)) for p in held)
@@ -431,14 +453,14 @@ class _Family:
             for i, table in enumerate(self._buffers)
             if table
         )
-        return tuple([m.training for m in self._modules]), kinds, buffers, TorchState.now(self.device.type)
+        modes = tuple([m.training for m in self._modules])
+        return modes, kinds, self._placed(), buffers, TorchState.now(self.device.type)
 
 
 def refuse_later(model: nn.Module, known: Container[int] = ()) -> NoReturn:
     """Refuse parameters that nobody has laid out; ``known``: the ids of others, which may be plain."""
-    new = [
-        repr(name) for name, p in named_parameters_in(model) if id(p) not in known and type(p) is not DTensor
-    ]
+    later = [(name, p) for name, p in named_parameters_in(model) if id(p) not in known]
+    new = [repr(name) for name, p in later if type(p) is not DTensor or isinstance(p, nn.Parameter)]
     raise SplitError(
         "The model has other parameters than when it was divided among stages: "
         f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
