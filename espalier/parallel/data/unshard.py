@@ -509,12 +509,6 @@ class Prefetcher:
         for module, used in by_module.items():
             self._watch(module, used)
 
-    def rest(self) -> None:
-        """Let parameters that no module uses now be pieces, for who asks for them beside their modules."""
-        for g in self.held:
-            if not g.users:
-                g.rest()
-
     def agree_on_scales(self) -> None:
         """Before a forward pass: of what is gathered in 8 bits."""
         agree_on_scales([g.float8 for g in self.held if g.float8 is not None])

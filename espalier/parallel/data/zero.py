@@ -354,8 +354,9 @@ class ZeroState:
 
     def begin_micro_batch(self) -> None:
         """Before the forward pass of one of several that are under way."""
-        if self.prefetcher is not None:
-            self.prefetcher.rest()
+        for g in () if self.prefetcher is None else self.prefetcher.held:
+            if not g.users:  # who uses a weight beside its module finds this rank's piece
+                g.rest()
 
     def begin_forward(self) -> None:
         """Before the model is called.

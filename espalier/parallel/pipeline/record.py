@@ -858,6 +858,33 @@ def equal(a: Any, b: Any) -> bool:
         return False
 
 
+_COMPARED = (int, float, complex, str, type(None), torch.dtype)
+
+
+def unlike(first: Trace, again: Trace) -> list[str]:
+    """The modules that compute something else in a second run: not only what depends on the batch alone."""
+    one, other = _by_module(first), _by_module(again)
+    return [name for name in one if not equal(one[name], other.get(name))]
+
+
+def _by_module(trace: Trace) -> dict[str, list[Any]]:
+    """What each module's forward does itself, with shapes in the place of tensors."""
+
+    def described(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x if isinstance(x, _COMPARED) else type(x)
+        value = trace.values[x.number]
+        return "local" if value.local else tuple(value.tensor.shape)
+
+    done: dict[str, list[Any]] = {}
+    for op in trace.ops:
+        if not op.local:
+            name = trace.calls[op.call].name if op.call >= 0 else ""
+            given = leaves(mapped(described, (op.args, op.kwargs)))
+            done.setdefault(name, []).append([op.func, *given])
+    return done
+
+
 def sizes_of(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
     """What stages have to have again of tensors whose shapes hang on values of the batch."""
     return [tuple(x.shape) for x in tensors]

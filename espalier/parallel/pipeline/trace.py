@@ -49,6 +49,7 @@ from espalier.parallel.pipeline.record import (
     newly_hooked,
     sizes_of,
     storage_of,
+    unlike,
 )
 from espalier.parallel.pipeline.remembered import Place, may_be_told, says_data, value_at
 from espalier.sharding.spec import bound_to
@@ -91,7 +92,6 @@ _HIDDEN = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
-_COMPARED = (int, float, complex, str, type(None), torch.dtype)
 _NOISY = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises
 
 
@@ -176,7 +176,7 @@ def _traced(
                 and key not in later.get(name, ())
                 and _is_known(value := value_at(twin.module, name, key))
             }
-            for name in _unlike(recorded, again):
+            for name in unlike(recorded, again):
                 said = recorded.changed.setdefault(name, [])
                 said += [] if said else ["does something else when it is called again"]
     return recorded
@@ -260,30 +260,6 @@ def _refuse_sparse(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) 
 def _is_known(value: Any) -> bool:
     """Whether it may be remembered, and has all values."""
     return may_be_told(value) and not any(isinstance(x, FakeTensor) for x in tensors_in([value]))
-
-
-def _unlike(first: Trace, again: Trace) -> list[str]:
-    """The modules that compute something else in a second run: not only what depends on the batch alone."""
-    one, other = _by_module(first), _by_module(again)
-    return [name for name in one if not equal(one[name], other.get(name))]
-
-
-def _by_module(trace: Trace) -> dict[str, list[Any]]:
-    """What each module's forward does itself, with shapes in the place of tensors."""
-
-    def described(x: Any) -> Any:
-        if not isinstance(x, Ref):
-            return x if isinstance(x, _COMPARED) else type(x)
-        value = trace.values[x.number]
-        return "local" if value.local else tuple(value.tensor.shape)
-
-    done: dict[str, list[Any]] = {}
-    for op in trace.ops:
-        if not op.local:
-            name = trace.calls[op.call].name if op.call >= 0 else ""
-            given = leaves(mapped(described, (op.args, op.kwargs)))
-            done.setdefault(name, []).append([op.func, *given])
-    return done
 
 
 @contextlib.contextmanager
