@@ -457,10 +457,19 @@ class _Family:
         return modes, kinds, self._placed(), buffers, TorchState.now(self.device.type)
 
 
-def refuse_later(model: nn.Module, known: Container[int] = ()) -> NoReturn:
-    """Refuse parameters that nobody has laid out; ``known``: the ids of others, which may be plain."""
-    later = [(name, p) for name, p in named_parameters_in(model) if id(p) not in known]
-    new = [repr(name) for name, p in later if type(p) is not DTensor or isinstance(p, nn.Parameter)]
+def refuse_later(model: nn.Module, known: Container[int] | None = None) -> NoReturn:
+    """Refuse parameters that nobody has laid out.
+
+    Args:
+        known: the ids of others, which may be plain; None: all that are no DTensors came later.
+    """
+
+    def is_later(p: torch.Tensor) -> bool:
+        if known is None:
+            return type(p) is not DTensor
+        return id(p) not in known and (type(p) is not DTensor or isinstance(p, nn.Parameter))
+
+    new = [repr(name) for name, p in named_parameters_in(model) if is_later(p)]
     raise SplitError(
         "The model has other parameters than when it was divided among stages: "
         f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
