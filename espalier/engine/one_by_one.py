@@ -11,15 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from espalier.blocks import parameters_in
 from espalier.comm.control import any_says
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited import Awaited
 from espalier.engine.batches import loss_of
-from espalier.engine.norm import scale_gradients
 from espalier.engine.staged_output import StagedPasses
 from espalier.meanwhile import having
-from espalier.tensor import DTensor
 from espalier.tensor.observers import user_frame
 
 _ALONE = (
@@ -42,6 +39,7 @@ class LoopPasses(StagedPasses, Protocol):
     def outputs(self, inputs: Any, rows: str, batch: Any = None) -> Any: ...
     def check_kept(self, of_step: Accumulation) -> None: ...
     def of_last(self, value: torch.Tensor) -> torch.Tensor: ...
+    def multiply(self, factor: torch.Tensor | None) -> None: ...
 
 
 class OneByOne:
@@ -92,12 +90,12 @@ class OneByOne:
             with having(run, is_let_go=True):
                 loss.backward()
             assert passes.loss is not None
-            self._scale(step.weigh(passes.loss, self._mean_over(run.batch, run.mean_over)))
+            passes.multiply(step.weigh(passes.loss, self._mean_over(run.batch, run.mean_over)))
         finally:
             passes.add_gradients(earlier)
             passes.accumulation = step
         if step.complete:
-            self._scale(step.factor())
+            passes.multiply(step.factor())
         passes.loss = step.loss
 
     def _mean_over(self, batch: Any, seen: Number) -> Number:
@@ -113,14 +111,9 @@ class OneByOne:
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device())
         return passes.of_last(zero if seen is None else seen)
 
-    def _scale(self, factor: torch.Tensor | None) -> None:
-        """Multiply the gradients that there are."""
-        if factor is not None:
-            own = [p for p in parameters_in(self._passes.call.module) if isinstance(p, DTensor)]
-            scale_gradients(own, factor)
-
     def finish(self) -> None:
         """Let the micro-batches so far be all of the step."""
-        step = self._passes.accumulation
-        if step is not None and step is not self._passes.evaluation:
-            self._scale(step.factor())
+        passes = self._passes
+        step = passes.accumulation
+        if step is not None and step is not passes.evaluation:
+            passes.multiply(step.factor())

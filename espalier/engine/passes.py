@@ -418,10 +418,14 @@ class Passes(ABC):
             )
         self.finish()
         self.agree()
-        if (factor := self.factor()) is not None:
+        self.multiply(self.factor(), beside)
+        self.seen.note()
+
+    def multiply(self, factor: torch.Tensor | None, beside: Iterable[torch.Tensor] = ()) -> None:
+        """Multiply the gradients that there are; None: by 1."""
+        if factor is not None:
             own = [p for p in parameters_in(self.call.module) if isinstance(p, DTensor)]
             scale_gradients([*own, *beside], factor)
-        self.seen.note()
 
     def zero_grad(self) -> None:
         """Drop the gradients, and the micro-batches that made them."""

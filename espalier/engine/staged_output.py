@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
@@ -135,8 +135,8 @@ class ModelRun:
         self._marks = marks_of(leaves(inputs, torch.Tensor))
         # what is trained itself, as an image: its optimizer writes to it
         self._earlier = {id(x): x.detach().clone() for x, _ in self._marks if x.requires_grad and x.is_leaf}
-        self._settings = _settings(passes.call.module)
-        self._modes = [(m, m.training) for m in passes.call.module.modules()]
+        modules = [*passes.call.module.modules()]
+        self._settings, self._modes = _settings(modules), [(m, m.training) for m in modules]
         self._trains = passes.call.module.training
         self._state = TorchState.now(passes.mesh.device_type)
         readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
@@ -456,15 +456,12 @@ class ModelRun:
     @contextmanager
     def _as_called(self) -> Iterator[None]:
         """While open, the model runs as it was called: under that autocast, its modules in those modes."""
-        others = [(m, m.training) for m, mode in self._modes if m.training is not mode]
-        with having(self._passes.call, asked=self._state):
-            for m, now in others:
-                m.training = not now
-            try:
-                yield
-            finally:
-                for m, now in others:
-                    m.training = now
+        with ExitStack() as stack:
+            stack.enter_context(having(self._passes.call, asked=self._state))
+            for m, mode in self._modes:
+                if m.training is not mode:
+                    stack.enter_context(having(m, training=mode))
+            yield
 
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
@@ -745,12 +742,12 @@ def _shapes_of(inputs: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) for x in leaves(inputs, torch.Tensor))
 
 
-def _settings(model: torch.nn.Module) -> Hashable:
+def _settings(modules: Iterable[torch.nn.Module]) -> Hashable:
     """The flags of the configurations of a model's modules: an output may have more parts by them.
 
     Not what else these say, which may be another on each rank: who saves a model writes its dtype there.
     """
-    held = [config for m in model.modules() if hasattr(config := vars(m).get("config"), "__dict__")]
+    held = [config for m in modules if hasattr(config := vars(m).get("config"), "__dict__")]
     said = {id(config): vars(config).items() for config in held}
     return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
 

@@ -171,7 +171,7 @@ def _refuse_of_two_models(
     for part in parts_of(optimizer):
         other = model_of_steps(part)
         if is_cut or (other is not None and other is not model):
-            a, b = "another" if is_cut or other is None else type(other).__name__, type(model).__name__
+            a, b = "another" if is_cut else type(other).__name__, type(model).__name__
             raise ValueError(
                 f"{type(part).__name__} holds parameters of two models ({a} and {b}), each of which is "
                 "prepared by itself. Put them into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that "

@@ -265,7 +265,7 @@ class CostMode(DispatchMode):
         out = remembered(func, args, kwargs)
         self.random = self.random or _RANDOM in func.tags
         packet = func.overloadpacket
-        if _SIZED in func.tags and (packet is not torch.ops.aten.index or _has_mask(args[1])):
+        if _SIZED in func.tags and (packet is not torch.ops.aten.index or has_mask(args[1])):
             self.sized = True
         count = self._counts.get(packet)
         flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
@@ -278,7 +278,7 @@ class CostMode(DispatchMode):
         return out
 
 
-def _has_mask(indices: Any) -> bool:
+def has_mask(indices: Any) -> bool:
     """Whether an index gives as many numbers as its values say; one of numbers gives as many as it has."""
     return any(x.dtype in _MASKS for x in tensors_in([indices]))
 

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from espalier.comm.redistribute import redistribute_by
 from espalier.device import autocast_types
 from espalier.mesh import Mesh
+from espalier.tensor.dry_runs import has_mask
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.fallback import writes
 from espalier.tensor.random import draw_key
@@ -187,9 +188,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_reading(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         name = getattr(func, "__name__", "")
-        by_mask = name == "__getitem__" and any(
-            x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1:])
-        )
+        by_mask = name == "__getitem__" and has_mask(args[1:])
         one = name == "where" and len(args) == 1
         if name in _OF_DATA or by_mask or one:
             raise Refused(

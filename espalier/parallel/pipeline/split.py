@@ -319,8 +319,7 @@ class _Family:
         self._children = [child for m in self._modules for child in own_modules(m).values()]
         self._held = [own_parameters(m) for m in self._modules]
         self._parameters = {id(p): p for p in parameters_in(model)}
-        self._order = {i: n for n, i in enumerate(self._parameters)}
-        self._places = [id(p) for table in self._held for p in table.values() if p is not None]
+        self._places = [*map(id, self._now_held())]
         self._names = [name for name, _ in named_parameters_in(model)]
         self._users: dict[str, tuple[int, ...]] | None = None
         self._buffers = [own_buffers(m) for m in self._modules]
@@ -390,7 +389,7 @@ class _Family:
             here = tuple(program.number for program in split.stages if name in program.uses)
             known = of.get(id(p)) or self._users.get(name, here)
             if wrong := set(here).difference(known):
-                if id(p) in of and self._placed():
+                if id(p) in of and self._placed(self._now_held()):
                     raise SplitError(
                         f"{name!r} is a parameter that stages {[*of[id(p)]]} had with the first batch, by "
                         f"which it lies there, and is used in stage {min(wrong)} now: parameters were tied "
@@ -408,10 +407,17 @@ class _Family:
         assert self._users is not None
         return {i: self._users[name] for i, name in zip(self._parameters, self._names, strict=True)}
 
-    def _placed(self) -> tuple[int, ...]:
+    def _now_held(self) -> list[torch.Tensor]:
+        """The parameters that modules have now, module after module."""
+        return [p for table in self._held for p in table.values() if p is not None]
+
+    def _placed(self, held: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Which parameter is where, by their order at first; nothing while each is where it was."""
-        held = [id(p) for table in self._held for p in table.values() if p is not None]
-        return () if held == self._places else tuple(self._order.get(i, -1) for i in held)
+        ids = [*map(id, held)]
+        if ids == self._places:
+            return ()
+        order = {i: n for n, i in enumerate(self._parameters)}
+        return tuple(order.get(i, -1) for i in ids)
 
     def key(self, batch: Any) -> Any:
         """What a trace depends on of a batch, beside its values."""
@@ -442,7 +448,7 @@ class _Family:
                 "then. Let it have all its modules before the first batch, or train under a plan without "
                 "pipe."
             )
-        held = [p for table in self._held for p in table.values() if p is not None]
+        held = self._now_held()
         later = [p for p in held if id(p) not in self._parameters]
         if any(type(p) is not DTensor or isinstance(p, nn.Parameter) for p in later):
             refuse_later(self.model, self._parameters)
@@ -454,7 +460,7 @@ class _Family:
             if table
         )
         modes = tuple([m.training for m in self._modules])
-        return modes, kinds, self._placed(), buffers, TorchState.now(self.device.type)
+        return modes, kinds, self._placed(held), buffers, TorchState.now(self.device.type)
 
 
 def refuse_later(model: nn.Module, known: Container[int] | None = None) -> NoReturn:
