@@ -255,7 +255,9 @@ class Unsharded:
         if not self.is_whole:
             return
         assert self.chunk.home is not None
-        if self.is_open or self._marks_now() != self._marks:
+        now = self._marks_now()
+        is_replaced = now.addresses != self._marks.addresses  # p.data = ...: what was gathered is out of date
+        if self.is_open or now != self._marks:
             self._keep_written()
         # a parameter that changed its device before backward would get a second accumulator of gradients
         is_off = self.chunk.home.device != self.chunk.device
@@ -273,6 +275,8 @@ class Unsharded:
         if self.is_away:
             self.chunk.marks = list(map(written_mark, self._ps))
         self._marks = self._marks_now()
+        if is_replaced:
+            self._empty()
 
     def copy_of(self, m: ShardedParam) -> torch.Tensor | None:
         """A copy of a whole parameter whose values are kept here while it shows its piece, if they are."""
