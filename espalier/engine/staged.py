@@ -715,7 +715,9 @@ class Staged(Passes):
                 wire[:-1].copy_(here.reshape(-1))
                 wire[-1] = float(is_there)
                 others = self._exchanged(wire, among)
-                if not is_there and not self.mesh.is_dry and not any(other[-1].item() for other in others):
+                # others of a dry mesh have one, if any may have
+                is_elsewhere = p.requires_grad if self.mesh.is_dry else any(x[-1].item() for x in others)
+                if not is_there and not is_elsewhere:
                     p.grad = None
                     continue
                 total = others[0][:-1]

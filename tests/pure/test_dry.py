@@ -283,3 +283,15 @@ def test_a_plain_tensor_hangs_on_what_is_written_to_it() -> None:
     with pytest.warns(espalier.GatherWarning):
         masked[torch.ones(4, dtype=torch.bool)] = h
     assert masked.requires_grad
+
+
+def test_what_stages_share_may_be_frozen() -> None:
+    """A dry run takes it that another stage's copy has a gradient: not where none can have one."""
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=32, max_positions=8, layers=2, hidden=16, heads=2, tied=True))
+        x = torch.empty(4, 8, dtype=torch.int64)
+    net.embed.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad])
+    plan = espalier.Plan(data=2, pipe=2, accumulate=2)
+    report = espalier.dry_run(net, plan, {"input_ids": x, "labels": x}, optimizer=optimizer)
+    assert report.ledger.by_op()["pipe", "send"][0] > 0
