@@ -72,22 +72,22 @@ def traced(mesh: Mesh) -> bool:
 
 def recording() -> bool:
     """Whether a program is being recorded, to be compiled."""
-    return _has_mode("records")
+    return _mode_that("records") is not None
 
 
-def dividing() -> bool:
-    """Whether a program is being recorded, to be divided among stages."""
-    return _has_mode("divides")
+def dividing() -> Any:
+    """Who records a program, to divide it among stages; None: nobody does."""
+    return _mode_that("divides")
 
 
 def answering() -> bool:
     """Whether collectives are not made, but answered (see ``espalier.tensor.rules.across_ranks``)."""
-    return _has_mode("answers")
+    return _mode_that("answers") is not None
 
 
-def _has_mode(what: str) -> bool:
+def _mode_that(does: str) -> Any:
     modes = function_mode_stack() if recorders() else ()  # type: ignore[no-untyped-call]
-    return any(getattr(mode, what, False) for mode in modes)
+    return next((mode for mode in modes if getattr(mode, does, False)), None)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import loss_of
 from espalier.engine.observing import Observers
 from espalier.engine.passes import ModelCall, Phase, plain_output
+from espalier.engine.recompute import StageRecomputation
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import gradient_layout
 from espalier.mesh import Mesh
@@ -173,9 +174,13 @@ class MicroBatches:
             return program(received, inputs, runner)
 
     def _runner(self, stage: int, micro_batch: int) -> Any:
-        """What does a stage's steps on one rank; None: they are done on DTensors."""
+        """What does a stage's steps on one rank, or some again; None: they are done on DTensors, once."""
+        program = self._splits[micro_batch].stages[stage]
+        if torch.is_grad_enabled() and program.is_again:
+            known = self._of.stages.again
+            return known.get(program) or known.setdefault(program, StageRecomputation(program))
         alone = self.agreed[micro_batch].alone.get(stage)
-        if alone is None or self._of.mesh.is_dry or not self._fits(self._splits[micro_batch].stages[stage]):
+        if alone is None or self._of.mesh.is_dry or not self._fits(program):
             return None
         return partial(alone, plain=True) if self._is_plain else alone
 

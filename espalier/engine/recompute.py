@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
+from espalier.parallel.pipeline.record import Env, ProgramStep
+from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain
 from espalier.tensor.before import Before, places, reached, slots
 from espalier.tensor.compiled import Region
@@ -144,14 +147,72 @@ def _wrap(
         places = {key: _Placeholder(i) for i, key in enumerate(by_id)}
         tree = tree_map(lambda x: places.get(id(x), _held(x)), (args, kwargs))
         del args, kwargs
-        again = _BlockCall(own, tree, list(by_id.values()))
-        with raw():
-            tensors = [plain(x) for x in by_id.values()]
         around_it = (recorded if way == "recorded" else written).contexts
         with _keeping(inputs, list(by_id.values()), hosted):
-            return checkpoint(again, *tensors, use_reentrant=False, context_fn=partial(around_it, self))
+            return _checkpointed(own, tree, list(by_id.values()), partial(around_it, self))
 
     return around(block, call)
+
+
+def _checkpointed(
+    own: Callable[..., Any], tree: Any, tensors: Sequence[torch.Tensor], contexts: Callable[[], Any]
+) -> Any:
+    """A call in torch's non-reentrant checkpointing.
+
+    Args:
+        tree: its arguments, with a :class:`_Placeholder` for each of ``tensors``.
+    """
+    again = _BlockCall(own, tree, tensors)
+    with raw():
+        given = [plain(x) for x in tensors]
+    return checkpoint(again, *given, use_reentrant=False, context_fn=contexts)
+
+
+class StageRecomputation:
+    """Does the steps of a stage; what its model calls by ``torch.utils.checkpoint`` is computed again.
+
+    What it writes to beside its outputs counts once: in which order micro-batches come back must not be seen.
+    """
+
+    def __init__(self, program: StageProgram) -> None:
+        self._parts: list[tuple[Sequence[ProgramStep], _Written | None]] = []
+        for again, some in groupby(program.steps, lambda step: step.again):
+            self._parts.append((tuple(some), again and _Written(again.contexts or noop_context_fn)))
+
+    def __call__(self, program: StageProgram, env: Env, here: torch.device) -> None:
+        """Do them, and put into ``env`` what they give."""
+        for steps, written in self._parts:
+            if written is None or open_transform() is not None:
+                program.do(steps, env, here)
+            else:
+                self._again(steps, written, program, env, here)
+
+    def _again(
+        self,
+        steps: Sequence[ProgramStep],
+        written: _Written,
+        program: StageProgram,
+        env: Env,
+        here: torch.device,
+    ) -> None:
+        made = dict.fromkeys(n for step in steps for n in step.outputs)
+        used = [n for n in dict.fromkeys(n for step in steps for n in step.inputs) if n in env]
+        freed = {n for step in steps for n in step.free}
+        given = [n for n in used if n not in program.held]
+        held = {n: env[n] for n in used if n in program.held}
+        left = [n for n in made if n not in freed]
+
+        def own(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            inner = {**held, **dict(zip(given, tensors, strict=True))}
+            program.do(steps, inner, here)
+            return [inner[n] for n in left]
+
+        tree: Any = ([_Placeholder(i) for i in range(len(given))],), {}
+        contexts = partial(written.contexts, *program.called(steps))
+        out = _checkpointed(own, tree, [env[n] for n in given], contexts)
+        for n in freed:
+            env.pop(n, None)
+        env.update(zip(left, out, strict=True))
 
 
 class _Placeholder:
@@ -194,7 +255,7 @@ class _BlockCall:
 
 
 class _Written:
-    """What a block writes to: known, by which modules are in training mode, from its first computation."""
+    """What blocks write to: known, by which modules are in training mode, from its first computation."""
 
     def __init__(self, contexts: Callable[..., Any]) -> None:
         self._contexts = contexts
@@ -204,8 +265,8 @@ class _Written:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._sizes: list[int] = []
 
-    def contexts(self, block: nn.Module) -> tuple[Any, Any]:
-        """Around the first computation of a block and the later ones, in ``torch.utils.checkpoint``'s sense.
+    def contexts(self, *blocks: nn.Module) -> tuple[Any, Any]:
+        """Around the first computation of blocks and the later ones, in ``torch.utils.checkpoint``'s sense.
 
         These find what the block writes to as the first did, and leave it as it is.
         """
@@ -213,7 +274,7 @@ class _Written:
         if recording():
             return first, again
         if not self._modules:
-            self._modules = reached(block)
+            self._modules = [*dict.fromkeys(m for block in blocks for m in reached(block))]
             self._places = places(self._modules)
         sizes = [n for m in self._modules for n in (len(vars(m)), len(own_parameters(m)))]
         if sizes != self._sizes:

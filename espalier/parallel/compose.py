@@ -11,6 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
 from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -367,6 +368,7 @@ class Stages:
         meshes: for each parameter, by its id, the mesh on which it lies as seen from here.
         parts: the names of the parameters that each stage of this rank uses.
         runtime, shape_inference: what runs the stages, and knows what they tell one another.
+        again: what does the steps of programs of which some are computed again.
     """
 
     def __init__(
@@ -410,9 +412,11 @@ class Stages:
         self.homes = {name: ranks[0] for name, ranks in self.users.items()}
         self.parts = tuple(frozenset(name for name, of in used.items() if i in of) for i in self.local)
         # a block that is computed again would be so for inputs and for weights
-        parts_backward = plan.zero < 3 and plan.recompute == "none" and plan.offload == Offload()
+        is_again = plan.recompute != "none" or self.split.is_again
+        parts_backward = plan.zero < 3 and not is_again and plan.offload == Offload()
         self.runtime = Runtime(mesh, at(mesh, "pipe", here), parts_backward)
         self.shape_inference: Callable[..., InferredShapes]
+        self.again: WeakKeyDictionary[StageProgram, Any] = WeakKeyDictionary()
 
     def _one_by_one_if_written(self) -> None:
         """Let micro-batches pass one after another, where forwards write to parameters that ZeRO-3 gathers.
@@ -511,7 +515,7 @@ class WholeProgram(StageProgram):
         model: what it computes; None: nothing.
     """
 
-    is_opaque = True
+    is_opaque, is_again = True, False
 
     def __init__(self, number: int, model: nn.Module | None) -> None:
         self.number, self._whole = number, model
@@ -541,7 +545,7 @@ class Undivided:
     def __init__(self, model: nn.Module, number: int) -> None:
         self._model, last = model, number - 1
         self.cuts: tuple[str, ...] = ()
-        self.dice, self.remembers, self.written = last, True, None
+        self.dice, self.remembers, self.written, self.is_again = last, True, None, False
         self.divided = frozenset[str]()
         self.sets: set[tuple[str, str]] = set()
         self.tensors: set[tuple[str, str]] = set()

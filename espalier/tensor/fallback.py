@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import handle_torch_function
 
 from espalier.comm import move
-from espalier.comm.custom_ops import recorders, recording, unrecorded
+from espalier.comm.custom_ops import dividing, recorders, recording, unrecorded
 from espalier.comm.redistribute import on_dry, written_on_dry
 from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
@@ -607,21 +607,30 @@ def carried(original: Apply, cls: Any, args: Sequence[Any]) -> Any:
 def typed_recomputation(generator: Callable[..., Any]) -> Callable[..., Any]:
     """torch's non-reentrant checkpointing, whose inputs come back with their layouts.
 
-    Hooks on saved tensors (of a checkpoint around this one, of offloading) give back plain ones.
+    Hooks on saved tensors (of a checkpoint around this one, of offloading) give back plain ones. Who divides
+    a model is told what is computed so.
     """
-    kinds = [p.kind for p in inspect.signature(generator).parameters.values()]
+    signature = inspect.signature(generator)
+    kinds = [p.kind for p in signature.parameters.values()]
     several = inspect.Parameter.VAR_POSITIONAL
     # behind the function and options, or all of them in one
     inputs = slice(kinds.index(several) - 1, None) if several in kinds else 0
 
     @functools.wraps(generator)
     def wrapped(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (divider := dividing()) is not None:
+            return _divided(divider, signature.bind(run, *args, **kwargs).arguments.get("context_fn"))
         layouts = layouts_of(args[inputs])
         if not any(layouts):
             return generator(run, *args, **kwargs)
         return generator(lambda *xs, **named: run(*stamped(xs, layouts), **named), *args, **kwargs)
 
     return wrapped
+
+
+def _divided(divider: Any, contexts: Callable[[], Any] | None) -> Iterator[None]:
+    with divider.again(contexts):
+        yield
 
 
 def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:

@@ -92,8 +92,11 @@ def install() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             run, _, *inputs = args
-            # who divides a model is to see what it computes, with gradients
-            return run(*inputs) if dividing() else fallback.checkpointed(original, cls, *args)
+            divider = dividing()
+            if divider is None:
+                return fallback.checkpointed(original, cls, *args)
+            with divider.again():  # who is to see what it computes, with gradients
+                return run(*inputs)
         for a in args:
             if type(a) is DTensor and not getattr(cls, "espalier", False):
                 if answering():

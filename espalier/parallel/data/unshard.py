@@ -228,8 +228,7 @@ class Unsharded:
     def release(self) -> None:
         """Let the parameters be pieces again, with what was written to them, and give the memory back."""
         self.rest()
-        if self.is_kept:
-            self._empty()
+        self._empty()
 
     def unused(self) -> None:
         """Let the parameters be pieces again, if no module computes with them, or will in a backward pass."""
@@ -255,10 +254,7 @@ class Unsharded:
         if not self.is_whole:
             return
         assert self.chunk.home is not None
-        now = self._marks_now()
-        is_replaced = now.addresses != self._marks.addresses  # p.data = ...: what was gathered is out of date
-        if self.is_open or now != self._marks:
-            self._keep_written()
+        is_replaced = (self.is_open or self._marks_now() != self._marks) and self._keep_written()
         # a parameter that changed its device before backward would get a second accumulator of gradients
         is_off = self.chunk.home.device != self.chunk.device
         hides = is_off and (torch.is_grad_enabled() or self._hidden is not None)
@@ -348,8 +344,11 @@ class Unsharded:
                 self._times, list(map(read_version, self._ps)), list(map(_address, self._ps)), uncut
             )
 
-    def _keep_written(self) -> None:
-        """Let this rank's pieces have what was written to the whole parameters: the same on all ranks."""
+    def _keep_written(self) -> bool:
+        """Let this rank's pieces have what was written to the whole parameters: the same on all ranks.
+
+        Whether it is elsewhere than what was gathered, which is out of date then: ``p.data = ...``.
+        """
         now, before = self._marks_now(), self._marks
         every = self.is_open or now.times != before.times or now.uncut != before.uncut
         with raw(), torch.no_grad():
@@ -357,6 +356,7 @@ class Unsharded:
                 same = now.versions[i] == before.versions[i] and now.addresses[i] == before.addresses[i]
                 if every or not same:
                     self._keep(m, m.piece(plain(m.p.detach())))
+        return now.addresses != before.addresses
 
     def adopt(self) -> None:
         """Take in what somebody has put in place of a cut parameter's data (``p.data = ...``)."""
@@ -373,8 +373,7 @@ class Unsharded:
                     keep_apart(m.p, piece)
                     show(m.p, piece, m.rest)
                     self._keep(m, new)
-            if self.is_kept:
-                self._empty()
+            self._empty()
 
     def _keep(self, m: ShardedParam, piece: torch.Tensor) -> None:
         """Let this rank's piece of a parameter be these values."""

@@ -439,6 +439,7 @@ class Divided:
         step.answers = self.trace.answered(unit.start, unit.call)
         has_barrier = unit.call is not None and unit.call.name in self.trace.meets
         step.meets = has_barrier or self.trace.meets_ranks(unit.start, unit.end)
+        step.again = next((again for again in reversed(self.trace.again) if again.has(unit)), None)
         return step
 
 

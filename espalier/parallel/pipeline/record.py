@@ -168,6 +168,26 @@ class ModuleCall:
     out: Any = None
 
 
+class Again(NamedTuple):
+    """What ``torch.utils.checkpoint`` was called on: it is computed again in the backward pass.
+
+    Attributes:
+        start, end: the ops from ``start`` to before ``end`` happened in it.
+        calls: the number of the first module call in it, if there is one.
+        contexts: its ``context_fn``, if it has one.
+    """
+
+    start: int
+    end: int
+    calls: int
+    contexts: Callable[[], Any] | None
+
+    def has(self, unit: CallSpan) -> bool:
+        """Whether something is done in it."""
+        within = self.start <= unit.start and unit.end <= self.end
+        return within and (unit.call is None or unit.call.number >= self.calls)  # else it is around this
+
+
 @dataclass
 class Trace:
     """What :func:`trace` found.
@@ -196,6 +216,7 @@ class Trace:
             autograd functions (their ``apply``) that do.
         may_write: names of modules that were called whole on some values, and may write to what they hold on
             others: their code says ``.data``. What is written otherwise torch counts.
+        again: what is computed again in the backward pass, as the model says, the inner ones first.
     """
 
     device: torch.device
@@ -220,6 +241,7 @@ class Trace:
     answers: list[tuple[int, int, Answer]] = field(default_factory=list)
     meets: set[Any] = field(default_factory=set)
     may_write: set[str] = field(default_factory=set)
+    again: list[Again] = field(default_factory=list)
 
     @property
     def written(self) -> set[str]:
@@ -488,11 +510,12 @@ class ProgramStep:
         answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
             same.
         meets: whether it calls collectives, to which ranks of other stages do not come.
+        again: in what it is computed again, if it is.
     """
 
     __slots__ = (
-        "_args", "_flat", "_kwargs", "_out", "_state", "answers", "free", "func", "inputs", "meets", "name",
-        "outputs", "reads",
+        "_args", "_flat", "_kwargs", "_out", "_state", "again", "answers", "free", "func", "inputs", "meets",
+        "name", "outputs", "reads",
     )  # fmt: skip
 
     def __init__(
@@ -515,6 +538,7 @@ class ProgramStep:
         self.free: tuple[int, ...] = ()
         self.answers: tuple[Answer, ...] = ()
         self.meets = False
+        self.again: Again | None = None
 
     def generators(self) -> list[torch.Generator]:
         """Those that it is given."""
@@ -523,7 +547,7 @@ class ProgramStep:
     def by(self, func: Callable[..., Any]) -> ProgramStep:
         """The step that calls something else in place of what this one does."""
         step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
-        step.free, step.answers, step.meets = self.free, self.answers, self.meets
+        step.free, step.answers, step.meets, step.again = self.free, self.answers, self.meets, self.again
         return step
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:

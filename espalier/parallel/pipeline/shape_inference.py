@@ -189,7 +189,9 @@ class ShapeInference:
         try:
             for i, program in enumerate(programs):
                 started, last = states(device), i + 1 == len(programs)
-                study = SingleRankStudy(program, followed if last else None) if i in self._alone else None
+                # parameters are DTensors when something is computed again in the backward pass
+                is_alone = i in self._alone and not (program.is_again and torch.is_grad_enabled())
+                study = SingleRankStudy(program, followed if last else None) if is_alone else None
                 with Drawing(None if self._here.is_dry else device) as drawing:
                     entered = received()
                     graph.enter(entered)

@@ -67,6 +67,8 @@ class StageProgram:
         batch_values: values of the batch, by their numbers.
         inner: the modules in it.
         is_opaque: whether it has some that could not be looked into.
+        is_again: whether some is computed again in the backward pass, as the model says.
+        held: values that it has from elsewhere than the batch and the stage before, by their numbers.
     """
 
     def __init__(self, divided: Divided, number: int, model: nn.Module) -> None:
@@ -80,9 +82,11 @@ class StageProgram:
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self.steps = self._body.steps
+        self.is_again = any(step.again for step in self.steps)
         self.batch_values = frozenset(
             source.number for source in self._body.sources if source.kind == "batch"
         )
+        self.held = frozenset(source.number for source in self._body.sources if source.kind != "batch")
         self._result = traced_output(divided.trace.out) if last else None
         tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
         self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
@@ -128,6 +132,10 @@ class StageProgram:
         modules, was = self._modules, self._body.device
         for step in steps:
             step.run(env, modules, was, here)
+
+    def called(self, steps: Iterable[ProgramStep]) -> list[nn.Module]:
+        """The modules that some of the steps call."""
+        return [self._modules[step.func] for step in steps if isinstance(step.func, str)]
 
     @property
     def begins(self) -> int:
@@ -175,7 +183,7 @@ class StageProgram:
 
     def _bind(self, model: nn.Module) -> None:
         self._model, self._modules = model, dict(model.named_modules())
-        called = [self._modules[step.func] for step in self.steps if isinstance(step.func, str)]
+        called = self.called(self.steps)
         self.inner = tuple(dict.fromkeys(m for outer in called for m in outer.modules()))
         places = [(self._modules[owner], key) for owner, _, key in (n.rpartition(".") for n in self.uses)]
         self._parameters = [(own_parameters(m), key) for m, key in places if key in own_parameters(m)]
@@ -201,6 +209,7 @@ class Split:
         tensors: those of them that they set to tensors.
         writes: the buffers that they write to, by name.
         first: what the first forward of divided modules sets, and no later one, and where.
+        is_again: whether some is computed again in the backward pass, as the model says.
     """
 
     def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
@@ -217,6 +226,7 @@ class Split:
         self.writes = frozenset(traced.writes_to(name for name, _ in family.model.named_buffers()))
         self.first = {place: x for place, x in traced.first.items() if place.module in divided.repeated}
         self.segments, self.whole = family.segments, tuple(family.whole.values())
+        self.is_again = bool(traced.again)
 
     def on(self, model: nn.Module) -> Split:
         """The same stages of another model of the same modules, by their names."""

@@ -26,6 +26,7 @@ from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.meanwhile import having
 from espalier.parallel.pipeline.record import (
     METADATA,
+    Again,
     AnswerRecorder,
     Marks,
     ModelStandIns,
@@ -429,6 +430,15 @@ class _Recorder(TorchFunctionMode):
             self._watch_python()
             self._path.pop()
 
+    @contextlib.contextmanager
+    def again(self, contexts: Callable[[], Any] | None = None) -> Iterator[None]:
+        """While open, what happens is computed again in the backward pass, by ``torch.utils.checkpoint``."""
+        t = self.trace
+        start, calls = len(t.ops), len(t.calls)
+        yield
+        if not self._quiet and torch.is_grad_enabled() >= t.state.grad:
+            t.again.append(Again(start, len(t.ops), calls, contexts))
+
     def passed(self) -> None:
         """A barrier was come to: by the module whose forward goes on here, and those around it."""
         self._meets = True
@@ -479,6 +489,7 @@ class _Recorder(TorchFunctionMode):
             self._known.pop(id(value.tensor), None)
         del t.ops[mark[0] :], t.calls[mark[1] :], t.values[mark[2] :]
         t.answers[:] = [said for said in t.answers if said[0] < mark[1]]
+        t.again[:] = [again for again in t.again if again.calls <= mark[1]]
         for ops in t.drawing.values():
             ops[:] = [op for op in ops if op < mark[0]]
 
