@@ -330,6 +330,42 @@ def experts_of_divided_blocks(lay: Lay) -> list[Any]:
     return trained(model, optimizer, balance=0.1)
 
 
+class Pooled(nn.Module):
+    """A learned query looks at all of a row's places; a stage sends it to another, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.query, self.leave = (
+            nn.Linear(3, 8),
+            nn.Parameter(torch.randn(1, 1, 8)),
+            nn.Linear(8, 4),
+        )
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.pool = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        pooled, _ = self.pool(self.query.expand(len(x), -1, -1), x, x)
+        return self.leave(pooled[:, 0])
+
+
+def learned_queries(lay: Lay) -> list[Any]:
+    model, seen = Pooled(), list[Any]()
+    model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for step in range(3):
+        x, y = batch(step)
+        with torch.no_grad():
+            seen.append(model(x.view(8, 2, 3)))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.view(8, 2, 3)), y)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
 PLANS: list[dict[str, Any]] = [
     {"data": 2, "replicate": 2, "zero": 3},
     {"data": 2, "replicate": 2, "zero": 2},
@@ -359,6 +395,17 @@ STAGED: dict[Callable[[Lay], list[Any]], list[dict[str, Any]]] = {
         }
     ],
     rows_in_another_dim: [{"data": 2, "pipe": 2, "accumulate": 2}],
+    learned_queries: [
+        {
+            "data": 2,
+            "pipe": 2,
+            "accumulate": 4,
+            "zero": 3,
+            "chunk_megabytes": 0.001,
+            "schedule": "interleaved",
+            "stages_per_rank": 2,
+        }
+    ],
     weights_used_again: [
         {"data": 2, "pipe": 2, "accumulate": 4, "schedule": "zb-h1", "zero": zero} for zero in (0, 2)
     ],

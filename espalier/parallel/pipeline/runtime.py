@@ -30,7 +30,7 @@ from espalier.parallel.schedules.simulate import Timeline
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dry_runs import Draw
 from espalier.tensor.dtensor import layout_of, redistribute
-from espalier.torch_private import gradient_hooks, raw
+from espalier.torch_private import base_of, gradient_hooks, raw
 
 Trees = tuple[Any, ...]
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
@@ -474,7 +474,10 @@ def _as_agreed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
 def wire_of(x: torch.Tensor) -> Wire:
     """What is to be known of a tensor that crosses."""
     with raw():
-        shape, dtype, grad = tuple(x.shape), x.dtype, x.requires_grad
+        # torch lets views of parameters require gradients under no_grad, too, and they lead nowhere
+        of = base_of(x) if x.grad_fn is None else None
+        grad = x.requires_grad and not (of is not None and of.requires_grad)
+        shape, dtype = tuple(x.shape), x.dtype
     if type(x) is not DTensor:
         return Wire(shape, dtype, None, grad)
     layout = layout_of(x)
