@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from espalier.comm import move
 from espalier.comm.collectives import broadcast_
 from espalier.comm.control import gather_objects
 from espalier.engine.beside import held_by
@@ -24,6 +25,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel.fused import holding
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.dtensor import layout_of
 from espalier.torch_private import keep_own_list, raw, setter
 from espalier.trees import leaves, tree_map
 
@@ -82,7 +84,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                     _hold(optimizer, own)
                     loss = closure()
                     _hold(optimizer, every)
-                    grads = {i: [p.grad] for i, p in enumerate(held) if p._layout.mesh.is_member}
+                    grads = {i: [_gradient(p)] for i, p in enumerate(held) if p._layout.mesh.is_member}
                     with raw():
                         for i, (grad,) in _brought(grads, held[0]._layout.mesh.outermost).items():
                             _set_grad(copies[i], grad)
@@ -126,7 +128,8 @@ def _copies(
 ) -> Mapping[int, torch.Tensor]:
     """Of the parameters of other stages, by ``id``, what they are there, as they lie on the ranks of this
     one; the optimizer has their states."""
-    own = {i: [p, p.grad, optimizer.state.get(p, {})] for i, p in enumerate(held) if p._layout.mesh.is_member}
+    here = [(i, p) for i, p in enumerate(held) if p._layout.mesh.is_member]
+    own = {i: [p, _gradient(p), optimizer.state.get(p, {})] for i, p in here}
     copies = dict[int, torch.Tensor]()
     with raw():
         for i, (copy, grad, state) in _brought(own, whole).items():
@@ -134,6 +137,15 @@ def _copies(
             optimizer.state[copy.requires_grad_(held[i].requires_grad)] = state
             copies[id(held[i])] = copy
     return copies
+
+
+def _gradient(p: DTensor) -> torch.Tensor | None:
+    """A parameter's, as the parameter lies: copies take no other, and ZeRO may cut gradients alone."""
+    grad = p.grad
+    if type(grad) is not DTensor:
+        return grad
+    lies, whole = layout_of(grad), layout_of(p)
+    return grad if lies is whole else stamp(move(plain(grad), lies, whole), whole)
 
 
 def _brought(own: Mapping[int, Any], whole: Mesh) -> dict[int, Any]:

@@ -81,7 +81,9 @@ def in_stages(rank: int, world: int) -> None:
     """All ranks have all parameters and gradients while the step goes."""
     plain = net()
     expected = solve(plain, lbfgs(plain), 3, error)
-    for plan in ({"pipe": 2}, {"pipe": 2, "accumulate": 2}):
+    of_two: tuple[dict[str, Any], ...] = ({"pipe": 2}, {"pipe": 2, "accumulate": 2})
+    cut = {"pipe": 2, "data": 2, "zero": 2, "accumulate": 2, "schedule": "zb-h1", "chunk_megabytes": 0.001}
+    for plan in of_two if world == 2 else (cut,):
         ours = net()
         with pytest.warns(UserWarning, match=r"LBFGS.step\(closure\) .* send one another all"):
             model, optimizer = espalier.prepare(ours, lbfgs(ours), plan=plan)
@@ -129,6 +131,11 @@ def test_a_closure_is_called_as_on_one_process(ranks: Any) -> None:
 
 def test_a_closure_is_called_with_all_stages(ranks: Any) -> None:
     ranks(2, in_stages)
+
+
+@pytest.mark.world(4)
+def test_a_closure_is_called_with_gradients_that_are_cut(ranks: Any) -> None:
+    ranks(4, in_stages)
 
 
 def test_a_run_with_closures_goes_on(ranks: Any, tmp_path: Path) -> None:
