@@ -325,16 +325,29 @@ class PreparedModule(EngineModule):
         return self.engine.full_model().__reduce_ex__(protocol)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """The same, which tells of casts: the model computes in another dtype than the program expects."""
-        dtypes, is_cast = {p.dtype for p in parameters_in(self.module)}, False
-        with suppress(Exception):  # to move what is on meta is refused
-            is_cast = any(fn(torch.empty(0, dtype=d, device="meta")).dtype is not d for d in dtypes)
-        if is_cast:
-            held = ", ".join(sorted(map(str, dtypes)))
-            warnings.warn(
-                f"{type(self.module).__name__} stays in {held}: a cast of a prepared model has no effect. "
-                "Cast it before espalier.prepare, or say precision= in the plan.",
-                stacklevel=user_frame()[0],
+        """The same; casts have an effect until the model is laid out.
+
+        Raises:
+            ValueError: it is.
+        """
+        tensors = [*parameters_in(self.module), *self.module.buffers()]
+        casts: dict[torch.dtype, torch.dtype] = {}
+        with suppress(Exception):  # what is no cast may go for no empty tensor
+            casts = {d: fn(torch.empty(0, dtype=d)).dtype for d in {x.dtype for x in tensors}}
+        cast = [x for x in tensors if casts.get(x.dtype, x.dtype) is not x.dtype]
+        if not cast:
+            return self
+        held = ", ".join(sorted({str(x.dtype) for x in cast}))
+        said = f"{type(self.module).__name__} stays in {held}: a cast of a prepared model"
+        if self.engine.plan.precision.parameters is not None:
+            warnings.warn(f"{said} has no effect where the plan says precision.", stacklevel=user_frame()[0])
+        elif self.engine.arrangement is None and not any(x.is_meta for x in cast):
+            for x in cast:
+                x.data = x.data.to(casts[x.dtype])
+        else:
+            raise ValueError(
+                f"{said} is too late: how its parameters and the optimizer's states lie is known. Cast it "
+                "before espalier.prepare, or say precision= in the plan."
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import weakref
@@ -569,8 +570,19 @@ def test_as_on_one_process(ranks: Any, at: int) -> None:
 def told(rank: int, world: int) -> None:
     """What stages cannot do of it is told with what to write, also where it was dropped in silence once."""
     model: Any = espalier.prepare(Net(), plan={"data": 2})
-    with pytest.warns(UserWarning, match=r"stays in torch\.float32(.|\n)*before espalier\.prepare"):
-        model.double()
+    with pytest.raises(ValueError, match=r"stays in torch\.float32(.|\n)*before espalier\.prepare"):
+        model.to("cpu", torch.float64)
+    model = espalier.prepare(Net(), plan={"data": 2, "precision": "bfloat16"})
+    with pytest.warns(UserWarning, match=r"stays in torch\.bfloat16(.|\n)*the plan says precision"):
+        model.float()
+    plain = Net()
+    x, y = batch(0)
+    model = espalier.prepare(copy.deepcopy(plain), plan={"pipe": 2})
+    assert model.double() is model  # until its first batch
+    expected = F.cross_entropy(plain.double()(x), y).item()
+    assert F.cross_entropy(model(x), y).item() == pytest.approx(expected, abs=1e-12)
+    with pytest.raises(ValueError, match=r"stays in torch\.float64"):
+        model.half()
     model = Net()
     model, _ = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": 2})
     x, y = (value.float() if value.is_floating_point() else value for value in batch(0))
