@@ -28,14 +28,14 @@ ATOMS = frozenset(
 )
 
 
-def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts.
+def tensors_in(tree: Any, objects: int = 0, kind: type = torch.Tensor) -> list[Any]:
+    """All tensors in nested tuples, lists and dicts; or what else is of a kind.
 
     Args:
         tree: the containers.
         objects: how many objects of other classes, one within another, are looked into.
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):
         tree = tree.values()
@@ -43,14 +43,14 @@ def tensors_in(tree: Any, objects: int = 0) -> list[torch.Tensor]:
         if not objects:
             return []
         tree, objects = [*attributes(tree).values()], objects - 1
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     for x in tree:  # most are no containers: at once
         if type(x) in ATOMS:
             continue
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, kind):
             found.append(x)
         else:
-            found += tensors_in(x, objects)
+            found += tensors_in(x, objects, kind)
     return found
 
 
@@ -88,7 +88,7 @@ def object_map(fn: Callable[[Any], Any], tree: Any, kind: type, objects: int, le
         if not objects or isinstance(x, (type, ModuleType, *left)):
             return x
         held = attributes(x)
-        if not any(isinstance(y, kind) for y in tensors_in([*held.values()], objects - 1)):
+        if not tensors_in([*held.values()], objects - 1, kind):
             return x
         copies[id(x)] = other = copy.copy(x)
         for name, value in held.items():

@@ -314,7 +314,10 @@ class Awaited(Kept):
             needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
             refuse_written(one for one in needed if one._known is None)
             with torch.no_grad():
-                self._known = evaluated(self, {}, self._source.value)
+                steps = [one._step for one in needed if one._known is None and one._step is not None]
+                given = [[list(step.args), dict(step.kwargs)] for step in steps]
+                here = self._source.here(leaves(given, torch.Tensor, SOUGHT))
+                self._known = evaluated(self, here, self._source.value)
         return self._known
 
     def _as_leaf(self, source: Source) -> torch.Tensor:

@@ -26,6 +26,7 @@ class Source(Protocol):
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         batch: what the engine was given, if it is one micro-batch of several; else None.
         is_let_go: whether that may go back.
+        counts_alike: whether it counts as much as others, whatever its loss is a mean over.
         mean_over: what the loss of that is a mean over, where that was seen.
         has_gone_back: whether a loss made of it has.
         calls: numbers of the calls that the program makes of what it gives.
@@ -47,6 +48,7 @@ class Source(Protocol):
     keep: Keep
     batch: Any
     is_let_go: bool
+    counts_alike: bool
     mean_over: Number
     has_gone_back: bool
     calls: Iterator[int]
@@ -119,6 +121,9 @@ class Source(Protocol):
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
 
+    def becomes_one_of_several(self) -> bool:
+        """Be one micro-batch of several; whether it can be yet."""
+
     def see_all(self) -> None:
         """Let its losses be computed on all rows at once, of this rank's own where it has such."""
 
@@ -133,6 +138,13 @@ class Source(Protocol):
 
     def whole_output(self, stand: Mapping[int, torch.Tensor]) -> Any:
         """Its output with a graph, as DTensors of all ranks; ``stand``: for some of its inputs, by ``id``."""
+
+    def here(self, tensors: Iterable[torch.Tensor], in_last: bool = False) -> dict[int, torch.Tensor]:
+        """By ``id``, what is made of parameters, plain on all ranks: all must ask.
+
+        Args:
+            in_last: not those that the last stage has.
+        """
 
     def on_all(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor that all ranks have, as a DTensor."""

@@ -19,9 +19,10 @@ import torch
 
 from espalier.engine.accumulation import UnseenCountError, is_sum
 from espalier.engine.awaited_source import Source
-from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order
+from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order, wanting
 from espalier.engine.observing import Place
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
+from espalier.parallel.pipeline.objects import closed, opened
 from espalier.parallel.pipeline.record import leaves, refilled
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.observers import user_frame
@@ -101,10 +102,11 @@ def _by_parts(
     """
     if not of._source.is_whole and any(one._statistics() for one in calls):
         raise RowsMeetError("The loss normalizes the batch, of which micro-batches have parts.")
-    beside = _leaves_beside(of_loss, inputs, of._source)
-    by_row, rows_beside = _of_rows(of, [x for x in of_loss if id(x) not in beside])
+    beside = _leaves_beside(wanting(calls), inputs, of._source)
+    here = of._source.here((x for x in of_loss if id(x) not in beside), in_last=True)
+    by_row, rows_beside = _of_rows(of, [x for x in of_loss if id(x) not in beside and id(x) not in here])
     share = 1.0 if _is_given(calls) else of._source.share_of_loss
-    loss = partial(_replayed, of, rows_beside, [*by_row], beside, share, is_tried)
+    loss = partial(_replayed, of, rows_beside, [*by_row], {**here, **beside}, share, is_tried)
     return of._source.train([*by_row.values()], loss, beside, draws), beside
 
 
@@ -135,29 +137,28 @@ def _of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Te
     return by_row, beside
 
 
-def _leaves_beside(of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
+def _leaves_beside(trained: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
     """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:
         RowsMeetError: they are rows of the batch, of which micro-batches have parts.
         ValueError: the ranks that make the loss do not have it.
     """
-    wanting = [x for x in of_loss if x.requires_grad]
-    _refuse_parts(wanting)
+    _refuse_parts(trained)
     rows = source.rows() if source.is_cut() else -1
-    in_parts = [x for x in wanting if x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter)]
+    in_parts = [x for x in trained if x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter)]
     if any(id(x) not in source.made_by or not source.is_whole for x in in_parts):
         raise RowsMeetError(_MORE)
-    return {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
+    return {id(x): x.detach().requires_grad_() for x in (*trained, *inputs)}
 
 
-def _refuse_parts(wanting: Sequence[torch.Tensor]) -> None:
+def _refuse_parts(trained: Sequence[torch.Tensor]) -> None:
     """See that what wants gradients beside the model is whole on all ranks.
 
     Raises:
         ValueError: it is not.
     """
-    if any(type(x) is DTensor for x in wanting):
+    if any(type(x) is DTensor for x in trained):
         raise ValueError(_MORE)
 
 
@@ -170,19 +171,19 @@ def _of_all(
         ValueError: gradients would go back to what is neither rows nor a mean or sum over them.
     """
     source = of._source
-    wanting = [x for x in of_loss if x.requires_grad]
-    _refuse_parts(wanting)
-    beside = {id(x): x.detach().requires_grad_() for x in (*wanting, *inputs)}
-    value = source.value()
+    trained = wanting(calls)
+    _refuse_parts(trained)
+    beside = {id(x): x.detach().requires_grad_() for x in (*trained, *inputs)}
+    value = opened(source.value())
     tensors = [_leaf(x) for x in leaves(value, torch.Tensor)]
-    output = refilled(value, tensors)  # of which a distribution may make others
+    output = closed(refilled(value, tensors))  # of which a distribution may make others
     with torch.enable_grad():
-        loss = evaluated(of, beside, lambda: output, fresh=True)
+        loss = evaluated(of, {**source.here(of_loss), **beside}, lambda: output, fresh=True)
     loss.backward()
     for one in calls:
         one._has_counted = True
     seen: dict[Place, torch.Tensor] = {}
-    for x in wanting:
+    for x in trained:
         if isinstance(place := source.made_by.get(id(x)), Place):
             grad = beside.pop(id(x)).grad
             seen |= {} if grad is None else {place: grad}
@@ -240,17 +241,17 @@ def handed_out(x: Kept) -> Any:
     """
     source = x._source
     calls = in_order(x, Kept._made_of)
-    _refuse_parts([of for of in captured(calls) if of.requires_grad])
+    _refuse_parts(wanting(calls))
     if source.writes or any(one._is_drawn for one in calls):
         raise TypeError(_HELD)
     if source.handed_out is None:
         warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
-        value = source.value()
+        value = opened(source.value())
         start = torch.zeros((), requires_grad=True)
         tensors = _OutOfStages.apply(source, start, *leaves(value, torch.Tensor))
-        source.handed_out = refilled(value, tensors)
+        source.handed_out = closed(refilled(value, tensors))
     with torch.enable_grad():
-        return evaluated(x, {}, lambda: source.handed_out, fresh=True)
+        return evaluated(x, source.here(captured(calls)), lambda: source.handed_out, fresh=True)
 
 
 def _brought_back(source: Source, grads: Sequence[torch.Tensor | None]) -> None:
@@ -298,7 +299,7 @@ def _weighed(
         others: of those without, the gradient, and whether it is shared among micro-batches.
         captured: the share of each row, and the gradients of those with rows.
     """
-    tensors, (share, *grads) = leaves(output, torch.Tensor), captured
+    tensors, (share, *grads) = leaves(opened(output), torch.Tensor), captured
     terms = [
         (tensors[i] * grad.flatten(0, 1).movedim(0, dim)).sum()
         for (i, dim), grad in zip(dims.items(), grads, strict=True)

@@ -156,6 +156,12 @@ def captured(calls: Iterable[Kept]) -> list[torch.Tensor]:
     return [*found.values()]
 
 
+def wanting(calls: Iterable[Kept]) -> list[torch.Tensor]:
+    """Of :func:`captured` those that gradients go back to: used not under ``torch.no_grad()`` alone."""
+    recorded = (one for one in calls if one._step is not None and one._step.state.grad)
+    return [x for x in captured(recorded) if x.requires_grad]
+
+
 def evaluated(
     of: Kept,
     replacements: Mapping[int, torch.Tensor],

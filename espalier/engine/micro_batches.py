@@ -26,7 +26,7 @@ from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.pipeline import ActionKind, Schedule
 from espalier.parallel.pipeline.left import LeftByForwards
-from espalier.parallel.pipeline.programs import sendable
+from espalier.parallel.pipeline.objects import closed, opened, sendable
 from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
@@ -354,7 +354,7 @@ class Prediction(MicroBatches):
         return part
 
     def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
-        whole = plain_output(self._computed(micro_batch, program, received, runner))
+        whole = plain_output(opened(self._computed(micro_batch, program, received, runner)))
         if isinstance(program, WholeProgram):  # no other rank knows its form
             self.output = whole
         self.tensors = leaves(whole, torch.Tensor)
@@ -367,7 +367,7 @@ class Prediction(MicroBatches):
             output = gather_objects(sendable(self.output), mesh["pipe"])[source]
             if isinstance(output, Exception):
                 raise output
-            return output
+            return closed(output)
         outputs = []
         for i, (shape, dtype) in enumerate(program.result):
             if self.tensors is None:
@@ -378,7 +378,7 @@ class Prediction(MicroBatches):
         output = sendable(program.rebuilt(outputs))
         if isinstance(output, Exception):
             raise output
-        return output
+        return closed(output)
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
@@ -41,14 +41,17 @@ from espalier.engine.penalties import on_all_ranks, replaced, whole_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
+from espalier.mesh.parts import at
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
-from espalier.parallel.pipeline.programs import sendable
+from espalier.parallel.pipeline.objects import closed, opened, refuse_objects, sendable
 from espalier.parallel.pipeline.record import TorchState, leaves, mapped, refilled
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor.asked import name_of
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, equal, restore, states
+from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
 from espalier.torch_private import raw
@@ -113,10 +116,11 @@ class ModelRun:
 
     Attributes:
         is_let_go: the engine has been asked to let such a one go back.
+        counts_alike: of such a one the program makes the loss: it counts as much as others.
         mean_over: of such a one, what its loss is a mean over, once it went back; in the last stage.
     """
 
-    is_let_go = False
+    is_let_go = counts_alike = False
     mean_over: Number = None
 
     def __init__(
@@ -130,7 +134,7 @@ class ModelRun:
     ) -> None:
         self.batch = batch
         self._passes, self._inputs, self.is_own, self.keep = passes, inputs, rows == "own", keep
-        _refuse_objects(inputs)
+        refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()
         self._marks = marks_of(leaves(inputs, torch.Tensor))
         # what is trained itself, as an image: its optimizer writes to it
@@ -172,12 +176,21 @@ class ModelRun:
 
     def lay_out(self) -> None:
         """Lay the model out for its inputs, unless it is."""
-        self._passes.lay_out(self._parts(self._inputs)[0][0])
+        few = 0 < self.rows() < self._passes.plan.accumulate  # a micro-batch itself, it seems
+        self._passes.lay_out(self._parts(self._inputs, whole=few)[0][0])
         self._written = self._passes.written()
 
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
         self._passes.when_beside_is_over(through_stages)
+
+    def becomes_one_of_several(self) -> bool:
+        """Be one micro-batch of several; whether it can be yet: not where it counts that it ran in parts."""
+        has_run = self._value is not None and (self._changes or self._passes.draws is not False)
+        if self.is_own or has_run or self._drawn_from is not None:
+            return False
+        self.batch, self.is_whole, self.counts_alike = self._inputs, True, True
+        return True
 
     def see_all(self) -> None:
         """Let its losses be computed on all rows at once, of this rank's own where it has such."""
@@ -228,7 +241,7 @@ class ModelRun:
             self._passes.keeps_outputs = True
         if self._value is None:
             self._value = self._computed()
-        return cloned(self._value)  # what a program keeps may write to it
+        return closed(cloned(self._value))  # what a program keeps may write to it
 
     def shapes(self) -> Any:
         """What the model gives, its tensors on ``meta``: as it gave for inputs like these before.
@@ -239,13 +252,15 @@ class ModelRun:
         key = (*self._form_key, _shapes_of(self._inputs))
         if key not in known:
             with torch.no_grad():
-                known[key] = known[self._form_key] = mapped(_like, self.value())
-        return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, known[key])
+                is_value = self.is_own or self._passes.plan.accumulate == 1
+                out = self.value() if is_value else self._aside(self._inputs)[0]
+                known[key] = known[self._form_key] = mapped(_like, opened(out))
+        return closed(mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, known[key]))
 
     def form(self) -> Any:
         """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""
         known = self._passes.output_shapes
-        return known[self._form_key] if self._form_key in known else self.shapes()
+        return closed(known[self._form_key]) if self._form_key in known else self.shapes()
 
     @property
     def _form_key(self) -> tuple[Hashable, ...]:
@@ -321,7 +336,7 @@ class ModelRun:
     def _seen(self, part: Any) -> tuple[Any, list[Sight]]:
         """What the model gives for a micro-batch, and what hooks see."""
         passes = self._passes
-        return passes.observers.looked(lambda: passes.output(part))
+        return passes.observers.looked(lambda: opened(passes.output(part)))
 
     def _joined(
         self,
@@ -379,10 +394,13 @@ class ModelRun:
 
     def _of_all_rows(self, inputs: Any) -> list[torch.Tensor]:
         """The tensors of an output of all rows, made aside."""
-        passes = self._passes
-        with self._untouched(), self._as_called():
-            out, sights = self._seen(passes.call.batches.own(inputs)[0] if self.is_own else inputs)
+        out, sights = self._aside(self._passes.call.batches.own(inputs)[0] if self.is_own else inputs)
         return leaves((out, [sight.args for sight in sights]), torch.Tensor)
+
+    def _aside(self, inputs: Any) -> tuple[Any, list[Sight]]:
+        """What the model gives for all rows, and what hooks see; nothing else knows of it."""
+        with self._untouched(), self._as_called():
+            return self._seen(inputs)
 
     def _refuse_written(self) -> None:
         """See that parameters are those of the call, as far as nothing else has run since."""
@@ -475,7 +493,7 @@ class ModelRun:
     @property
     def _is_counted(self) -> bool:
         """Whether it is to be seen what the loss of this micro-batch is a mean over."""
-        return self.batch is not None and self._passes.evaluation.count is None
+        return self.batch is not None and not self.counts_alike and self._passes.evaluation.count is None
 
     def _check_alone(self, beside: Sequence[torch.Tensor], adds: bool) -> None:
         """See that a micro-batch of several can be weighed.
@@ -523,6 +541,21 @@ class ModelRun:
         inputs = replaced(self._inputs, stand, mesh)
         with self._untouched(), self._as_called(), passes.call.autocast():
             return whole_output(passes.call.module, passes.everywhere, mesh, inputs)
+
+    def here(self, tensors: Iterable[torch.Tensor], in_last: bool = False) -> dict[int, torch.Tensor]:
+        """By ``id``, what is made of parameters, plain on all ranks: all must ask.
+
+        Args:
+            in_last: not those that the last stage has.
+        """
+        mesh = self._passes.mesh
+        # rows of loaders lie in the stage of each rank, and have no name
+        lying = [x for x in tensors if type(x) is DTensor and name_of(x) is not None]
+        if in_last and lying:
+            last = at(mesh, mesh.axis("pipe"), self._passes.stages.places[-1])
+            lying = [x for x in lying if not set(last.ranks) <= set(x._layout.mesh.ranks)]
+        with torch.no_grad():
+            return {id(x): brought(cast(DTensor, x.detach()), mesh).full_tensor() for x in lying}
 
     def on_all(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor that all ranks have, as a DTensor."""
@@ -640,7 +673,7 @@ class ModelRun:
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
-            kept.append(mapped(_on_host, output))
+            kept.append(mapped(_on_host, opened(output)))
             return loss(output, more)
 
         keeps = passes.keeps_outputs is not False
@@ -709,33 +742,6 @@ _CHANGES = (
     "A hook on the gradient of what a forward hook has taken gives another gradient. In a pipeline it is "
     "called after the backward pass, and changes nothing: put it into the model's forward."
 )
-
-
-def _refuse_objects(inputs: Any) -> None:
-    """See that there are tensors for stages.
-
-    Raises:
-        TypeError: there is none, but objects that may have some.
-    """
-    others = [
-        x for x in leaves(inputs) if not isinstance(x, int | float | complex | str | bytes | type(None))
-    ]
-    if others and not any(isinstance(x, torch.Tensor) for x in others):
-        kinds = ", ".join(sorted({type(x).__name__ for x in others}))
-        held = _names_of_tensors(others[0])
-        such = f": model({', '.join(f'batch.{name}' for name in held)}), say" if held else ""
-        raise TypeError(
-            f"The model is called with {kinds}, in which no tensor is seen. In a pipeline each stage takes "
-            f"its part of the batch: give tensors, or tuples, lists, dicts or dataclasses of them{such}."
-        )
-
-
-def _names_of_tensors(x: Any, depth: int = 3) -> list[str]:
-    """By which names an object, or what it keeps, has tensors: the first such ones."""
-    held = x if isinstance(x, dict) else getattr(x, "__dict__", {})
-    names = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
-    inner = (_names_of_tensors(value, depth - 1) for value in held.values()) if depth else ()
-    return names or next(filter(None, inner), [])
 
 
 def _shapes_of(inputs: Any) -> Hashable:

@@ -235,3 +235,31 @@ def test_places_are_found_where_no_list_has_them(make: Any, number: int, cuts: t
     equal(model, x, found)
     with pytest.raises(SplitError, match="places where one may begin"):
         split(model, 9, x)
+
+
+class Deep(nn.Module):
+    """A number says how many of its layers are called, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, number: int, turns: bool = False) -> torch.Tensor:
+        for layer in reversed(self.layers) if turns else self.layers[:number]:
+            x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("first", [6, 2])
+@pytest.mark.parametrize("number", [2, 3])
+def test_another_way_through_a_model_is_divided_by_where_its_weights_lie(number: int, first: int) -> None:
+    model, x = Deep(), torch.randn(4, 6)
+    division = split(model, number, {"x": x, "number": first})
+    known = division.users
+    for called in (6, 3, 1, 0):
+        batch = {"x": x, "number": called}
+        other = division.at(batch)
+        equal(model, batch, other)
+        assert all(stage.number in known[name] for stage in other.stages for name in stage.uses)
+    with pytest.raises(SplitError, match="order"):
+        division.at({"x": x, "number": 6, "turns": True})

@@ -39,7 +39,9 @@ from tests.ranks.habitual import (
     Habitual,
     PastAutocast,
     Points,
+    Remembering,
     Scaled,
+    Seen,
     Stack,
     Tempered,
     Trained,
@@ -416,6 +418,37 @@ def adjoint_methods(lay: Lay) -> list[Any]:
     return [*[trained(model, optimizer, step).item() for step in range(3)], *model.parameters()]
 
 
+def objects_and_other_paths(lay: Lay) -> list[Any]:
+    """A model gives an object that is no container, and goes through fewer or more layers at times."""
+    model, out = Remembering(), list[Any]()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    for step, number in enumerate((3, 1, 4, 0, 3)):
+        x, y = batch(step)
+        scores, seen = model(x, number)
+        assert seen.kind == "seen"
+        out.append(stepped(F.cross_entropy(scores, y) + seen.sizes() / 10, optimizer).item())
+    with torch.no_grad():
+        _, seen = model(batch(9)[0])
+    assert type(seen) is Seen and len(seen.layers) == 3
+    return [*out, seen.sizes(), *model.parameters()]
+
+
+def weights_beside_rows(lay: Lay) -> list[Any]:
+    """A loss of all rows takes a weight as it is, as of prototypes that a queue is compared with."""
+    model, out, queue = net(), list[Any](), torch.zeros(0, 6)
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        x, y = batch(step)
+        scores = model(x)
+        with torch.no_grad():
+            near = torch.cat([queue @ model[0].weight.t(), scores.detach() @ model[-1].weight])
+            share = near.softmax(0)[-8:].mean(1)
+            queue = torch.cat([queue, x])[-8:]
+        out += [share.sum().item()] if step == 2 else []
+        out.append(stepped((F.cross_entropy(scores, y, reduction="none") * share).sum(), optimizer).item())
+    return [*out, *model.parameters()]
+
+
 class Rare(nn.Module):
     """Softmax in clusters: how many rows each has, and which there are, hangs on the labels."""
 
@@ -491,6 +524,7 @@ PROGRAMS = (
     layers_past_autocast,
     functions_of_ones_own_in_losses,
     adjoint_methods,
+    objects_and_other_paths,
     parameters_in_other_places,
     layers_that_come_later,
     rows_that_come_later,
@@ -528,6 +562,8 @@ PROGRAMS = (
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
     gradients_dropped_by_hand,
+    adjoint_methods,
+    objects_and_other_paths,
     parameters_in_other_places,
     tables_of_the_programs,
     functions_of_ones_own_in_losses,
@@ -574,6 +610,7 @@ def compared(rank: int, world: int) -> None:
             plans = tuple(plan for plan in plans if "offload" not in plan)
         compare(program, [(plan, {}) for plan in plans])
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
+    compare(weights_beside_rows, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
     for change in (tied, exchanged, others):
         refused_among_stages(change)
 
@@ -608,8 +645,9 @@ def refused_among_stages(change: Any) -> None:
 @pytest.mark.filterwarnings("ignore:The autograd function (Adjoint|Turned) has no rule")
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:A loss is one of all rows")
 @pytest.mark.filterwarnings(
-    "ignore:(Graph|Sequential) cannot be split:espalier.parallel.compose.UndividedWarning"
+    "ignore:(Flow|Graph|Sequential) cannot be split:espalier.parallel.compose.UndividedWarning"
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")

@@ -246,19 +246,24 @@ class Held:
         self.logits, self.inner = logits, SimpleNamespace(norm=[norm], of=self, n=3)
 
 
+class Kept(Held):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not to be copied")
+
+
 def predicted(rank: int, world: int) -> None:
     """What an engine gives is plain, whatever it is in; a pipeline says what it cannot give."""
     x = batch(0)[0].float()
     torch.manual_seed(0)
     plain = Giving(Held)
     expected = plain(x)
-    for plan in ({"data": 2}, {"tensor": 2}, {"data": 2, "zero": 3}):
+    for plan in ({"data": 2}, {"tensor": 2}, {"data": 2, "zero": 3}, {"pipe": 2}):
         given = espalier.initialize(copy.deepcopy(plain), None, plan).predict(x)
         assert type(given) is Held and given.inner.of is given and given.inner.n == 3
         for value, whole in ((given.logits, expected.logits), (given.inner.norm[0], expected.inner.norm[0])):
             assert type(value) is torch.Tensor and torch.allclose(value, whole, atol=1e-6)
-    with pytest.raises(TypeError, match="gives a Held, which holds tensors"):
-        espalier.initialize(copy.deepcopy(plain), None, {"pipe": 2}).predict(x)
+    with pytest.raises(TypeError, match="gives a Kept, which holds tensors, and cannot be copied"):
+        espalier.initialize(Giving(Kept), None, {"pipe": 2}).predict(x)
 
 
 def test_predictions_are_plain(ranks: Any) -> None:

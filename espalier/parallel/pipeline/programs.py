@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import named_parameters_in, parameters_in
+from espalier.parallel.pipeline.objects import PLAIN, holds_tensors
 from espalier.parallel.pipeline.record import (
     CallSpan,
     ModelStandIns,
@@ -22,11 +23,9 @@ from espalier.parallel.pipeline.record import (
     Trace,
     ValueSource,
     leaves,
-    mapped,
     name_of,
 )
 from espalier.tensor.before import is_of_torch
-from espalier.trees import attributes
 
 _STATISTICS = frozenset("running_mean running_var num_batches_tracked".split())
 
@@ -55,10 +54,16 @@ class Divided:
         bounds: numbers of the operations with which the second stage and the next ones begin.
         model: the model.
         stand_ins: how its author made it.
+        opened: numbers of calls of modules that are not to be called whole.
     """
 
     def __init__(
-        self, trace: Trace, bounds: Sequence[int], model: nn.Module, stand_ins: ModelStandIns
+        self,
+        trace: Trace,
+        bounds: Sequence[int],
+        model: nn.Module,
+        stand_ins: ModelStandIns,
+        opened: Iterable[int] = (),
     ) -> None:
         self.trace, self.bounds, self.number = trace, list(bounds), len(bounds) + 1
         self._modules = dict(model.named_modules())
@@ -69,7 +74,7 @@ class Divided:
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"
         }
         self._stand_ins = stand_ins
-        self._opened: set[int] = set()
+        self._opened = set(opened)
         while True:
             self.units = self._units()
             self._of_op: dict[int, CallSpan] = {i: u for u in self.units for i in range(u.start, u.end)}
@@ -446,12 +451,6 @@ class Divided:
 # ---- what stages cannot do again, and so refuse, in words
 
 
-_PLAIN = (
-    torch.Tensor, Ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.Generator, nn.Module, str, bytes, int, float, complex, bool, type(None), type(Ellipsis), type,
-)  # fmt: skip
-
-
 def refuse_lost(
     trace: Trace,
     repeated: Iterable[str],
@@ -512,63 +511,9 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
                     "one."
                 )
     for x in leaves((call.args, call.kwargs)):
-        if not isinstance(x, _PLAIN) and holds_tensors(x):
+        if not isinstance(x, PLAIN) and holds_tensors(x):
             raise SplitError(
                 f"{call.name!r} is given a {type(x).__name__} that holds tensors, which cannot travel "
                 "between "
                 "stages. Pass the tensors themselves; for a cache of keys and values, use_cache=False."
             )
-
-
-def sendable(tree: Any) -> Any:
-    """An output of a model for other ranks; in its place an error, if it has tensors that cannot be sent."""
-    for x in leaves(tree):
-        if isinstance(x, Unsent):
-            return x._error()
-        if _is_unsendable(x):
-            return Unsent(x)._error()
-    return tree
-
-
-def traced_output(tree: Any) -> Any:
-    """The output of a trace; what has tensors that cannot be sent says so when it is used."""
-    return mapped(lambda x: Unsent(x) if _is_unsendable(x) else x, tree)
-
-
-def _is_unsendable(x: Any) -> bool:
-    return not isinstance(x, (torch.Tensor, Ref, Unsent, *_PLAIN)) and holds_tensors(x)
-
-
-class Unsent:
-    """Stands for an object in a model's output that is made of tensors in a way of its own."""
-
-    def __init__(self, x: Any) -> None:
-        self._kind = type(x).__name__
-
-    def _error(self) -> TypeError:
-        return TypeError(
-            f"The model gives a {self._kind}, which holds tensors: in a pipeline it is not where other ranks "
-            "are. Let the model give the tensors, in tuples, dicts or a dataclass, and make the "
-            f"{self._kind} of them outside."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self._error()
-
-
-def holds_tensors(x: Any, depth: int = 4) -> bool:
-    """Whether an object has tensors, or something in it does."""
-    if isinstance(x, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(x, _PLAIN):
-        return False
-    inner: Any = ()
-    if isinstance(x, Mapping):
-        inner = x.values()
-    elif isinstance(x, list | tuple | set):
-        inner = x
-    else:
-        inner = [*attributes(x).values()]
-    return any(holds_tensors(y, depth - 1) for y in inner)

@@ -21,6 +21,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.objects import opened
 from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.record import leaves as leaves_of_output
@@ -346,9 +347,9 @@ def _nodes_of(tree: Any) -> list[Any]:
 
 
 def _nodes_of_output(out: Any) -> list[Any]:
-    """Those of all that a model gives, in dataclasses too: it crosses to no other stage."""
+    """Those of all that a model gives, in objects too: it crosses to no other stage."""
     with raw():
-        return [x.grad_fn for x in leaves_of_output(out, torch.Tensor)]
+        return [x.grad_fn for x in leaves_of_output(opened(out), torch.Tensor)]
 
 
 def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -19,7 +20,8 @@ from torch import nn
 
 from espalier.blocks import named_parameters_in, parameters_in, parts
 from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
-from espalier.parallel.pipeline.programs import Divided, SentValue, traced_output
+from espalier.parallel.pipeline.objects import closed, traced_output
+from espalier.parallel.pipeline.programs import Divided, SentValue
 from espalier.parallel.pipeline.record import (
     OF_TORCH,
     Env,
@@ -51,6 +53,7 @@ _ALIKE = 16  # and of the same shapes
 _dtype = getter("dtype")
 _requires_grad = getter("requires_grad")
 _NOT_ASKED = OF_TORCH | {"training", "forward"}  # a trace is told of these otherwise
+ByPlaces = tuple[Sequence[int], Sequence[int]]  # where stages begin, and calls that are not made whole
 _INTENSITY = 10  # operations that take as long as moving a byte
 
 
@@ -121,7 +124,7 @@ class StageProgram:
             runner(self, env, here)
         if not self._is_last:
             return tuple(env[n] for n in self._out)
-        return self.rebuilt([env[r.number] for r in leaves(self._result, Ref)])
+        return closed(self.rebuilt([env[r.number] for r in leaves(self._result, Ref)]))
 
     def generators(self) -> list[torch.Generator]:
         """Those of the model's own that it draws from."""
@@ -171,7 +174,7 @@ class StageProgram:
         return {name: x for name, table, key in self._left if (x := table.get(key)) is not None}
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The model's output, of the tensors in it."""
+        """The model's output, of the tensors in it; objects are taken apart."""
         remaining = iter(tensors)
         return mapped(lambda x: next(remaining) if type(x) is Ref else x, self._result)
 
@@ -212,9 +215,12 @@ class Split:
         is_again: whether some is computed again in the backward pass, as the model says.
     """
 
-    def __init__(self, family: _Family, traced: Trace, cuts: Sequence[str]) -> None:
+    def __init__(
+        self, family: _Family, traced: Trace, cuts: Sequence[str], by_places: ByPlaces | None = None
+    ) -> None:
         self._family, self.cuts = family, tuple(cuts)
-        divided = Divided(traced, _bounds(traced, cuts), family.model, family.stand_ins)
+        bounds, opened = (_bounds(traced, cuts), ()) if by_places is None else by_places
+        divided = Divided(traced, bounds, family.model, family.stand_ins, opened)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
         self.divided = frozenset(divided.repeated)
@@ -365,24 +371,65 @@ class _Family:
             del same[0]
             _tell_of_traces()
         same.append(found)
-        self.check_places(found)
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
         return found
 
     def checked(self, traced: Trace) -> Split:
-        """The stages of a trace.
+        """The stages of a trace: they begin where the first batch's do, or where others' parameters are used.
 
         Raises:
-            SplitError: one of them does not begin in it.
+            SplitError: parameters are used in another order than that in which they lie.
         """
-        if missing := [cut for cut in self.cuts if cut not in _labels(traced)]:
-            raise SplitError(
-                f"Stages begin at {', '.join(map(repr, missing))}, which the model's forward does not call "
-                "this time. Where they begin is found with the first batch, and holds for all: give cuts at "
-                "modules that each forward calls, Plan(cuts=...), or plan without pipe."
-            )
-        return Split(self, traced, self.cuts)
+        try:
+            if missing := [cut for cut in self.cuts if cut not in _labels(traced)]:
+                raise SplitError(
+                    f"Stages begin at {', '.join(map(repr, missing))}, which the model's forward does not "
+                    "call this time, and calls others in another order than with the first batch. Let it "
+                    "call them in one order, or plan without pipe."
+                )
+            found = Split(self, traced, self.cuts)
+            self.check_places(found)
+        except SplitError:
+            if self._users is None or (by_places := self._by_places(traced, self._users)) is None:
+                raise
+            found = Split(self, traced, self.cuts, by_places)
+            self.check_places(found)
+        return found
+
+    def _by_places(self, traced: Trace, users: Mapping[str, tuple[int, ...]]) -> ByPlaces | None:
+        """Where stages begin in a trace of another path through the model, by where its parameters lie.
+
+        None if they are used in another order.
+        """
+        modules = dict(self.model.named_modules())
+        names = {id(p): name for name, p in named_parameters_in(self.model)}
+
+        def used(module: nn.Module) -> list[str]:
+            return [names[id(p)] for p in parameters_in(module)]
+
+        bounds: list[int] = []
+        last = -1
+        for i, op in enumerate(traced.ops):
+            sources = (traced.values[n].source for n in op.reads)
+            needed = {name for kind, name in sources if kind == "parameter"}
+            needed.update(used(modules[op.func]) if isinstance(op.func, str) else ())
+            if not needed:
+                continue
+            fitting = set.intersection(*(set(users[name]) for name in needed))
+            stage = min((s for s in fitting if s >= len(bounds)), default=None)
+            if stage is None:
+                return None
+            begins = next((call.start for call in traced.chain(i) if call.start > last), i)
+            bounds += [begins] * (stage - len(bounds))
+            last = i
+        bounds += [len(traced.ops)] * (len(self.cuts) - len(bounds))
+        opened = [
+            call.number
+            for call in traced.calls
+            if any(bisect_right(bounds, call.start) not in users[name] for name in used(modules[call.name]))
+        ]
+        return bounds, opened
 
     def check_places(self, split: Split) -> None:
         """See that stages use what they have: parameters lie where the first batch used them.

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.meanwhile import having
+from espalier.parallel.pipeline.objects import opened
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
@@ -292,7 +293,7 @@ def _recorded(
     if before is not None and not before.as_now():
         raise _DrawnError
     trace = recorder.trace
-    trace.out = mapped(recorder.ref, out)
+    trace.out = mapped(recorder.ref, opened(out, recorder.is_known))
     constants = [value for value in trace.values if value.source[0] == "constant"]
     trace.constants = {value.number: twin.original(value.tensor) for value in constants}
     return trace
@@ -389,6 +390,10 @@ class _Recorder(TorchFunctionMode):
                 )
             self._add(x, ("constant", None), True, False)
         return Ref(self._known[id(x)])
+
+    def is_known(self, x: torch.Tensor) -> bool:
+        """Whether :meth:`ref` takes it."""
+        return id(x) in self._known or not (isinstance(x, FakeTensor) or x.requires_grad)
 
     def _given(self, x: Any) -> Any:
         """As :meth:`ref`; a :class:`Part` in the place of a module, which others have too."""
@@ -639,7 +644,8 @@ class _Recorder(TorchFunctionMode):
                 self.trace.meets.add(function.apply)  # type: ignore[attr-defined]
             self._meets = self._meets or meets
         known = {id(self.trace.values[n].tensor) for n in numbers}
-        if any(id(p) not in known for m in (*given, *self._within) for p in parameters_in(m)):
+        # a module that it is given would be called by another stage's backward pass, too
+        if given or any(id(p) not in known for m in self._within for p in parameters_in(m)):
             raise _OwnBackward(function.__name__)
         return out
 
