@@ -26,8 +26,9 @@ _ALONE = (
 )
 _OWN = (
     "engine.backward(loss) of a loss that the program makes of outputs, with Plan(accumulate={0}) in a "
-    "pipeline: there each call of the model is cut into {0} micro-batches. Write loss.backward(), and a step "
-    "after each; or initialize(..., loss_fn=...) and loss = engine(batch), each one of {0} of a step."
+    "pipeline: there a call of the model is cut into {0} micro-batches where a value is asked for, or a loss "
+    "goes back by itself, and so this one was, or each rank has rows of its own. Ask for values "
+    "(loss.item()) after engine.backward(loss); or write loss.backward(), and a step after each."
 )
 
 
@@ -60,8 +61,8 @@ class OneByOne:
         """Let a loss go back, of a step or of a micro-batch.
 
         Raises:
-            ValueError: it is none of this engine's, or one too many; or, with ``accumulate``, it was made
-                of outputs.
+            ValueError: it is none of this engine's, or one too many; or, with ``accumulate``, its call of the
+                model was cut.
         """
         passes = self._passes
         if type(loss) is not Awaited:
@@ -72,10 +73,11 @@ class OneByOne:
         run = loss._source
         step, whole = passes.accumulation, passes.evaluation
         if run.batch is None:
-            if whole.size > 1:
+            if whole.size == 1:
+                loss.backward()
+                return
+            if not run.becomes_one_of_several():
                 raise ValueError(_OWN.format(whole.size))
-            loss.backward()
-            return
         if step is None or step is whole:
             whole.check_open()
             step = Accumulation(whole.size, whole.count, passes.mesh, ())
@@ -90,7 +92,9 @@ class OneByOne:
             with having(run, is_let_go=True):
                 loss.backward()
             assert passes.loss is not None
-            passes.multiply(step.weigh(passes.loss, self._mean_over(run.batch, run.mean_over)))
+            one = torch.ones((), dtype=torch.float64, device=passes.mesh.device())
+            number = one if run.counts_alike else self._mean_over(run.batch, run.mean_over)
+            passes.multiply(step.weigh(passes.loss, number))
         finally:
             passes.add_gradients(earlier)
             passes.accumulation = step
