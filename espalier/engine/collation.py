@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from espalier.tensor.traces import MOST_HELD, Generators, held_by, put_back
+from espalier.tensor.traces import MOST_HELD, Generators, generator_state, held_by
 from espalier.trees import leaves, tree_map
 
 _DEPTH = 5  # of what holds generators: a subset's dataset's composed transforms
@@ -36,7 +36,7 @@ def hangs_together(
     All ranks find the same: each looks at all parts. Generators are left as they were.
     """
     generators, state = Generators(), torch.get_rng_state()
-    undo = [put_back(x) for x in _generators(dataset, _DEPTH)]
+    held = _states(dataset)
     try:
         rows = fetched(dataset, numbers)
         is_again = _same(rows[0], fetched(dataset, numbers[:1])[0])
@@ -45,7 +45,8 @@ def hangs_together(
         is_alike = all(
             _made_alike(collate, rows[part], whole, part) for part in (*parts, *alone) if rows[part]
         )
-        if not generators.as_now() or not torch.equal(torch.get_rng_state(), state):
+        is_still = _same([before for _, before in held], [now for _, now in _states(dataset)])
+        if not (is_still and generators.as_now() and torch.equal(torch.get_rng_state(), state)):
             return "random numbers are drawn for its rows"
         if not is_again:
             return "its dataset gives another row the second time"
@@ -53,8 +54,8 @@ def hangs_together(
     finally:
         generators.restore()
         torch.set_rng_state(state)
-        for back in filter(None, undo):
-            back()
+        for set_state, before in held:
+            set_state(before)
 
 
 def _made_alike(collate: Callable[[list[Any]], Any], rows: list[Any], whole: Any, part: slice) -> bool:
@@ -84,6 +85,12 @@ def _equal(a: Any, b: Any) -> bool:
         return bool((a == b) if not hasattr(a, "shape") else a.shape == b.shape and (a == b).all())
     except Exception:  # it cannot be compared
         return False
+
+
+def _states(dataset: Any) -> list[tuple[Callable[[Any], Any], Any]]:
+    """Of each generator that a dataset holds, what sets its state, and this."""
+    found = map(generator_state, _generators(dataset, _DEPTH))
+    return [one for one in found if one is not None]
 
 
 def _generators(x: Any, depth: int) -> Iterator[Any]:

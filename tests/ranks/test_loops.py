@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.data import DataLoader
 
 import espalier
 from espalier.tensor.observers import Watcher, watching
@@ -692,6 +694,19 @@ def test_states_from_before_the_first_step(ranks: Any) -> None:
     ranks(2, fresh_states)
 
 
+class Scaled(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that are scaled by lot, with dice of the dataset's own."""
+
+    def __init__(self, seed: int) -> None:
+        self.lot = random.Random(seed)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((1,), float(i)) * (2 if self.lot.random() < 0.4 else 1)
+
+
 def same_order(rank: int, world: int) -> None:
     """A DataLoader that draws its order from a generator of its own, over several epochs."""
     rows = torch.arange(20.0)[:, None]
@@ -707,6 +722,10 @@ def same_order(rank: int, world: int) -> None:
     for _ in range(3):
         for (a,), (b,) in zip(spread, plain, strict=True):
             assert torch.equal(espalier.full_tensor(a), b)
+    for seed in range(3):  # one at which the first row is the same when it is asked for again
+        _, spread = espalier.prepare(nn.Linear(1, 1), DataLoader(Scaled(seed), 8), plan={"data": 2})
+        for a, b in zip(spread, DataLoader(Scaled(seed), 8), strict=True):
+            assert torch.equal(espalier.full_tensor(a), b)
     sampler = torch.utils.data.DistributedSampler(dataset)
     own = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
     espalier.prepare(nn.Linear(1, 1), own, plan={"data": 2})
@@ -714,5 +733,6 @@ def same_order(rank: int, world: int) -> None:
         espalier.prepare(nn.Linear(1, 1), own, plan={"tensor": 2})
 
 
+@pytest.mark.filterwarnings("ignore:Each rank loads all rows of each batch. random numbers")
 def test_orders_of_loaders(ranks: Any) -> None:
     ranks(2, same_order)
