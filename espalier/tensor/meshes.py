@@ -180,8 +180,7 @@ def as_all_find(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     def found(x: Any, into: torch.Tensor | None = None) -> Any:
         if type(x) is not DTensor or id(x) in held:
             return x
-        if place_of(x) is not None:
-            x = _put_as(x.view_as(x), x)
+        x = _in_its_place(x)
         if into is None or (place := place_of(into)) is None:
             return x
         if not _is_seen(x, place):
@@ -209,8 +208,10 @@ def into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return args, kwargs
 
     def bring(x: Any) -> Any:
-        is_part = type(x) is DTensor and x._layout.mesh.outermost is not x._layout.mesh
-        return everywhere(func.__name__, x) if is_part else x
+        if type(x) is not DTensor:
+            return x
+        x = _in_its_place(x)
+        return x if x._layout.mesh.outermost is x._layout.mesh else everywhere(func.__name__, x)
 
     brought_here = tree_map(bring, (args[1:], kwargs))
     return (args[0], *brought_here[0]), brought_here[1]
@@ -226,6 +227,11 @@ def found_by_all(out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwar
         for x in leaves([out], DTensor, (torch.Tensor,)):
             _put_as(x, tensors[0])
     return out
+
+
+def _in_its_place(x: DTensor) -> DTensor:
+    """The same where all ranks find it."""
+    return x if place_of(x) is None else _put_as(x.view_as(x), x)
 
 
 def _put_as(x: Any, p: Any) -> Any:

@@ -341,6 +341,7 @@ def rows_of_a_loader(lay: Lay) -> list[float]:
     for _ in range(2):
         for x, y in loader:
             loss = (F.cross_entropy(model(x), y, reduction="none") * (y + 1)).mean()
+            loss = loss * torch.zeros(len(y), 4).scatter_(1, y.long()[:, None], 1.0)[:, 0].add(1).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
