@@ -79,7 +79,7 @@ def _weighed(outputs: Any, gradients: Any) -> Awaited:
         if gradient is not None:
             losses.append((x * gradient).sum())
         elif isinstance(x, Awaited) and isinstance(x._shapes(), tuple):
-            losses += x
+            losses.extend(x)  # += would ask what is awaited first
         else:
             losses.append(x)
     total: Awaited = sum(losses[1:], losses[0])
