@@ -80,7 +80,7 @@ class StagedPasses(Protocol):
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
-    to_run: list[ModelRun]  # calls in training that have not run yet, in their order
+    to_run: list[ModelRun]  # calls that have not run yet, in their order
     draws: bool | None  # whether such a call draws random numbers; None: not known
 
     @property
@@ -166,8 +166,7 @@ class ModelRun:
         self.leaves: list[torch.Tensor] = []
         self.handed_out: Any = None
         self._hooks = passes.observers.hooks
-        if self._trains:
-            passes.to_run.append(self)
+        passes.to_run.append(self)
 
     @property
     def device(self) -> torch.device:
@@ -440,7 +439,7 @@ class ModelRun:
         is_first = self._drawn_from is None and self._buffers is None
         if not self._state.grad:
             yield
-        elif not (is_first and self._trains and self._changes):
+        elif not (is_first and self._changes):
             with self._untouched():
                 yield
         else:

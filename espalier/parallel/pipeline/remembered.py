@@ -23,7 +23,14 @@ from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import DICTS, ModelStandIns, hooks_in, is_flag_of_hooks, newly_hooked
+from espalier.parallel.pipeline.record import (
+    DICTS,
+    ModelStandIns,
+    Trace,
+    hooks_in,
+    is_flag_of_hooks,
+    newly_hooked,
+)
 from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
@@ -396,3 +403,21 @@ def may_be_told(x: Any) -> bool:
     if type(x) in _CONTAINERS:
         return all(map(may_be_told, [*x.keys(), *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, (*_TOLD, _Gone))
+
+
+def gradients_left(model: nn.Module, of: Trace) -> Callable[[Trace], None]:
+    """What tells, of another trace, of the gradients that a forward leaves in buffers for the next one."""
+    held = {id(value.tensor) for value in of.values if value.grad}
+    left = sorted(name for name, b in model.named_buffers() if id(b) in held)
+
+    def tell(again: Trace) -> None:
+        read = {number for op in again.ops for number in op.reads}
+        for name in (name for name in left if again.sources["buffer", name] in read):
+            warnings.warn(
+                f"The model's forward finds in its buffer {name!r} what the call before has left there, with "
+                "a gradient. In a pipeline that does not go back into the call before. Leave it detached, "
+                "x.detach(); to train through several steps of time, let one call make them all.",
+                stacklevel=user_frame()[0],
+            )
+
+    return tell

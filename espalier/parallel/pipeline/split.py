@@ -512,7 +512,7 @@ class _Family:
         with raw():  # past DTensor's Python getters: this is asked at every step
             kinds = tuple((_dtype(p), _requires_grad(p)) for p in held)
         buffers = tuple(
-            (i, *(name for name, b in table.items() if b is not None))
+            (i, *((name, b.shape, b.dtype, b.requires_grad) for name, b in table.items() if b is not None))
             for i, table in enumerate(self._buffers)
             if table
         )

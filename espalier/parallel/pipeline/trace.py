@@ -53,7 +53,7 @@ from espalier.parallel.pipeline.record import (
     storage_of,
     unlike,
 )
-from espalier.parallel.pipeline.remembered import Place, may_be_told, says_data, value_at
+from espalier.parallel.pipeline.remembered import Place, gradients_left, may_be_told, says_data, value_at
 from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.copies import Apart, NotCopiedError
@@ -161,7 +161,9 @@ def _traced(
             }
             # what a first run only sets up is no loss, as each stage begins like it; what changes again is
             before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
+            tell_of_gradients = gradients_left(twin.module, recorded)
             again = _recorded(twin, device, fake, whole, is_watched)
+            tell_of_gradients(again)
             later = _but(drawn, stand_ins.changes(twin.module, before))
             for name, keys in later.items():
                 recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
