@@ -548,7 +548,7 @@ class Gradients:
         for over, last in self._last.items():
             flags = (self._summed_flags[over] if last.in_place else self._flags_of(last)).tolist()
             members = [m for chunk in self.chunks if self._over(chunk) == over for m in chunk.members]
-            used.update((id(m.p), n > 0) for m, n in zip(members, flags, strict=True))
+            used.update((id(m.p), n != 0) for m, n in zip(members, flags, strict=True))  # complex ones, too
         return used
 
     def _flags_of(self, last: Chunk) -> torch.Tensor:

@@ -323,7 +323,7 @@ def _set_part(
     """For integers and slices, which the box cuts down; the value with them."""
     lay = placed.ins[0]
     box = local_box(lay)
-    here: list[slice] = []
+    here: list[slice | int] = []
     d, right = len(lay.shape), 0  # right: dims of the result behind this one
     for item in reversed(items):
         stands = isinstance(value, torch.Tensor) and value.ndim > right
@@ -332,6 +332,10 @@ def _set_part(
             continue
         d -= 1
         if isinstance(item, int):
+            at = item % lay.shape[d] - box.offsets[d]
+            if 0 <= at < box.sizes[d]:  # as torch's: the value may be the very memory (x[i, 1:] += 1)
+                here.insert(0, at)
+                continue
             item = slice(item % lay.shape[d], item % lay.shape[d] + 1)
             if isinstance(value, torch.Tensor) and value.ndim >= right:
                 value = value.unsqueeze(value.ndim - right)
