@@ -33,6 +33,8 @@ from espalier.torch_private import (
     draws_all,
     goes_by_apply,
     open_transform,
+    own_buffers,
+    own_parameters,
 )
 
 
@@ -198,6 +200,17 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 
 
+def _to_model(held: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have a module around find what its state dict gave: values by the model's own names."""
+    held.__dict__.pop("_handed_out", None)
+    given = {key: state_dict[key] for key in [*state_dict] if key.startswith(prefix)}
+    own = {*own_parameters(held), *own_buffers(held)}  # which a prepared model has as its own
+    for key in given:
+        if key.removeprefix(prefix) not in own:
+            del state_dict[key]
+    state_dict.update({f"{prefix}module.{key.removeprefix(prefix)}": x for key, x in given.items()})
+
+
 def _table_of_model(name: str) -> property:
     """The table of that name of what a prepared model stands for; its own until there is that."""
 
@@ -224,6 +237,10 @@ class PreparedModule(EngineModule):
         methods = {name: _of_model(name, engine.module) for name in _own_methods(engine.module)}
         methods["forward"] = _with_signature(cls.forward, engine.module)
         return super().__new__(type(cls.__name__, (cls,), methods))
+
+    def __init__(self, engine: Engine, rows: Rows = "all") -> None:
+        super().__init__(engine, rows)
+        self.register_load_state_dict_pre_hook(_to_model)
 
     @property
     def __class__(self) -> type:
