@@ -729,6 +729,8 @@ DOORS = {
     # in torch 2.15 ``checkpoint`` calls the first
     "recomputation of what is given": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl",
     "recomputation": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    "starts": "torch.autograd:_make_grads",
+    "kinds of parameters": "torch.nn.parameter:_ParameterMeta.__instancecheck__",
     "vmap": "torch._functorch.vmap:_add_batch_dim",
     "grad": "torch._functorch.eager_transforms:_wrap_for_grad",
     "functionalize": "torch._functorch.eager_transforms:_wrap_all_tensors_to_functional",

@@ -12,7 +12,7 @@ from torch import nn
 
 from espalier.blocks import as_it_was
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.dtensor import is_sparse, set_by_program
+from espalier.tensor.dtensor import is_sparse, set_by_program, set_class
 from espalier.torch_private import COMPILED_CALL, HOOK_OPTIONS, HOOKS, TABLES
 from espalier.trees import tensors_in
 
@@ -49,6 +49,8 @@ def _note_whole(
         whole = (x.detach() if is_sparse(x) else everywhere(name, x.detach())).clone()
         held = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
         vars(held).update(copy.deepcopy(set_by_program(x)))
+        if (kind := vars(held).pop("_kind", None)) is not None:
+            set_class(held, kind)
         memo[id(x)] = held
     for x in tensors_in([*map(_own, module.modules())]):
         lies_here = type(x) is not DTensor or x._layout.mesh.is_member

@@ -39,7 +39,7 @@ from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, ki
 from espalier.tensor import lay_out
 from espalier.tensor.copies import NotCopiedError
 from espalier.tensor.deferred import make_the_rest_real
-from espalier.tensor.dtensor import DTensor, is_sparse, set_by_program
+from espalier.tensor.dtensor import DTensor, is_sparse, kind_of, note_kind, set_by_program
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
@@ -192,6 +192,7 @@ def lay_out_model(
     """
     _refuse_laid_out(model)
     _leave_earlier_graphs(model)
+    _note_kinds(model)
     if plan.precision.compute == "float8":
         layouts.float8 = _in_float8(model, layouts, mesh, plan.precision.keep)
     data = _share_parameters(model, layouts, mesh, plan, optimizer)
@@ -255,6 +256,21 @@ def _refuse_laid_out(model: nn.Module) -> None:
                 "where a notebook's cell is run again, run the one that builds the model before it. Models "
                 "that share it put into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that, and call "
                 "its parts, both['a'](x)."
+            )
+
+
+def _note_kinds(model: nn.Module) -> None:
+    """Let parameters of classes of their own be known as such."""
+    for name, p in named_parameters_in(model):
+        note_kind(p)
+        kind: Any = kind_of(p)
+        answers = None if kind is DTensor else getattr(kind.__torch_function__, "__func__", None)
+        if answers not in (None, torch.Tensor.__torch_function__.__func__):  # type: ignore[attr-defined]
+            warnings.warn(
+                f"The parameter {name} is a {kind.__name__}, whose class says itself what functions of "
+                "torch do with it (__torch_function__). On a mesh it is an ordinary tensor to them. Let the "
+                "module's forward call what the class would do.",
+                stacklevel=user_frame()[0],
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -543,6 +544,8 @@ class DTensor(torch.Tensor):
         for name, value in self.__dict__.items():
             if name in ("_is_param", "_place"):
                 copy.__dict__[name] = value
+        if "_kind" in self.__dict__:  # torch's own parameters forget the rest, others may not do without
+            copy.__dict__.update(deepcopy(set_by_program(self), memo))
         if (asked := self._asked) is not None:
             asked.copied(self, copy)
         memo[id(self)] = copy
@@ -608,6 +611,23 @@ _NOTES = frozenset(
 def set_by_program(x: torch.Tensor) -> dict[str, Any]:
     """What a program has set on a tensor (``p.no_decay = True``): it goes to whatever stands for it."""
     return {name: value for name, value in vars(x).items() if name not in _NOTES}
+
+
+def note_kind(p: torch.Tensor) -> None:
+    """Let a parameter of a class of its own (a point on a manifold, say) be one as a DTensor, too.
+
+    ``isinstance`` says so, and optimizers ask; what else the class does it does no more. The note goes, as
+    what a program has set, to whatever stands for the parameter.
+    """
+    kind, usual = type(p), torch.nn.Parameter
+    if kind is not usual and issubclass(kind, usual) and not kind.__module__.startswith("espalier."):
+        p._kind = kind  # type: ignore[attr-defined]
+
+
+def kind_of(p: torch.Tensor) -> type:
+    """The class that a parameter had before it was laid out, if that is one of its own."""
+    kind: type = vars(p).get("_kind", type(p))
+    return kind
 
 
 def become_parameter(p: torch.Tensor, value: torch.Tensor, layout: Layout | None = None) -> None:

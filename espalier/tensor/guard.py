@@ -38,7 +38,7 @@ from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
 from espalier.tensor.asked import each_for_itself
 from espalier.tensor.dispatch import carry_out, unruled
-from espalier.tensor.dtensor import DTensor, layout_of, plain, set_class, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, kind_of, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.encoders import install_encoders
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
 from espalier.tensor.loans import whole
@@ -47,7 +47,7 @@ from espalier.tensor.muon import dealing
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import filled_by_key, true_seeds
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.meta import seeded, went_back
+from espalier.tensor.rules.meta import answers_itself, seeded, went_back, whole_starts
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
     JVP,
@@ -116,6 +116,8 @@ def install() -> None:
     apply._espalier = True  # type: ignore[attr-defined]
     base.apply = classmethod(apply)  # type: ignore[assignment]
     torch.autograd.backward = _backward(torch.autograd.backward)
+    wrap_door("starts", whole_starts)
+    wrap_door("kinds of parameters", _by_kind)
     torch.initial_seed = torch.random.initial_seed = true_seeds(torch.random.initial_seed)
     for name in ("orthogonal_", "sparse_", "trunc_normal_"):
         setattr(torch.nn.init, name, filled_by_key(getattr(torch.nn.init, name)))
@@ -251,9 +253,9 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if len(args) == 4:
             *args, kwargs["inputs"] = args  # type: ignore[assignment]
-        is_one = isinstance(tensors, torch.Tensor) or _answers_itself(tensors)
+        is_one = isinstance(tensors, torch.Tensor) or answers_itself(tensors)
         tensors = tensors if is_one or isinstance(tensors, tuple) else tuple(tensors)
-        foreign = tuple(filter(_answers_itself, (tensors,) if is_one else tensors))
+        foreign = tuple(filter(answers_itself, (tensors,) if is_one else tensors))
         if foreign:  # what a pipeline has yet to compute
             return handle_torch_function(backward, foreign, tensors, grad_tensors, *args, **kwargs)
         if kwargs.get("inputs") is not None:
@@ -277,9 +279,16 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _answers_itself(x: Any) -> bool:
-    """Whether it says what functions of torch do with it, as tensors may, and is none."""
-    return hasattr(type(x), "__torch_function__") and not issubclass(type(x), torch.Tensor)
+def _by_kind(original: Callable[[type, Any], bool]) -> Callable[[type, Any], bool]:
+    """``isinstance`` of a class of parameters: a DTensor is of the class that its parameter was of."""
+
+    @functools.wraps(original)
+    def check(kind: type, x: Any) -> bool:
+        if type(x) is DTensor and kind is not torch.nn.Parameter:
+            return issubclass(kind_of(x), kind)
+        return original(kind, x)
+
+    return check
 
 
 def _ends(inputs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import espalier
 from tests.ranks.habits import Lay, batch, loss_of, trained
-from tests.ranks.habitual import Lookahead, Outer, net
+from tests.ranks.habitual import Lookahead, OnSphere, Outer, Point, Rotated, net
 
 
 def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
@@ -38,6 +38,19 @@ def hooks_of_an_optimizer(lay: Lay) -> list[Any]:
         out.append(loss.item())
     assert len(out) == 9
     return [*out, nn.utils.parameters_to_vector(model.parameters())]
+
+
+def optimizers_that_ask_for_a_class(lay: Lay) -> list[Any]:
+    """Parameters of a class of their own, which an optimizer moves in another way than the others."""
+    model = nn.Sequential(nn.Linear(6, 6), Rotated(6, 3.0), nn.Tanh(), nn.Linear(6, 4))
+    given = model[1].turn
+    model, optimizer = lay(model, OnSphere(model.parameters(), 0.1))
+    out = [trained(model, optimizer, step).item() for step in range(3)]
+    assert isinstance(given, Point) and not isinstance(model[0].weight, Point)
+    if not hasattr(model, "engine") or model.engine.plan.pipe == 1:
+        copied = copy.deepcopy(model[1].turn)
+        assert isinstance(copied, Point) and copied.radius == 3.0
+    return [*out, *model.parameters()]
 
 
 def hooks_around_a_closure(lay: Lay) -> list[Any]:

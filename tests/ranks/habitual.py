@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
@@ -177,6 +179,81 @@ class Weighed(nn.Module):
         beside[:, :3] = h[:, 3:] * 2
         beside[:, 3:].copy_(h[:, :3])
         return self.head(self.second(h.tanh()).tanh() + beside), self.weights
+
+
+class Point(nn.Parameter):
+    """A parameter whose rows stay on a sphere."""
+
+    radius: float
+
+    def __new__(cls, data: torch.Tensor, radius: float) -> Point:
+        point = nn.Parameter.__new__(cls, data)
+        point.radius = radius
+        return cast(Point, point)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Point:
+        if id(self) not in memo:
+            memo[id(self)] = Point(self.detach().clone(), self.radius)
+        return cast(Point, memo[id(self)])
+
+
+class Rotated(nn.Module):
+    def __init__(self, n: int, radius: float) -> None:
+        super().__init__()
+        rows = torch.randn(n, n, dtype=torch.float64)
+        self.turn = Point(radius * F.normalize(rows, dim=1), radius)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turn
+
+
+class OnSphere(torch.optim.Optimizer):
+    """Steps along spheres, where a parameter is a point on one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    if isinstance(p, Point):
+                        p.copy_(p.radius * F.normalize(p, dim=1))
+
+
+class Fading(nn.Module):
+    """It adds what it remembers of earlier calls, in evaluation too (as spiking neurons and traces do)."""
+
+    def __init__(self, *, is_detached: bool = True) -> None:
+        super().__init__()
+        self.is_detached = is_detached
+        self.register_buffer("trace", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trace.shape != x.shape[1:]:  # nothing yet
+            self.trace = torch.ones_like(x[0]).detach()
+        self.trace = 0.5 * self.trace + x.mean(0)
+        self.trace = self.trace.detach() if self.is_detached else self.trace
+        return x + self.trace
+
+
+class Spectral(nn.Module):
+    """Complex weights, contracted by what the package of an array's class has for it (as opt_einsum does)."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n // 2 + 1, 2, 2, dtype=torch.complex128))
+        self.spare = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.fft.rfft(torch.stack([x, x.sin()], 1))
+        home: Any = import_module(type(modes).__module__.partition(".")[0])
+        y = home.einsum("bim,mio->bom", modes, self.weight)
+        y = torch.view_as_complex(torch.view_as_real(y) * 0.5)
+        mixed = home.tensordot(y, self.weight.mean(0), ([1], [0]))
+        return torch.fft.irfft(mixed.sum(2), n=x.shape[1])
 
 
 class Lookahead(torch.optim.Optimizer):

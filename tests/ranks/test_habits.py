@@ -21,6 +21,7 @@ from tests.ranks.habits_of_optimizers import (
     optimizers_around_others,
     optimizers_of_a_part,
     optimizers_that_answer_for_others,
+    optimizers_that_ask_for_a_class,
     optimizers_within_the_backward_pass,
     penalties_by_themselves,
     rates_and_metrics_as_tensors,
@@ -34,6 +35,7 @@ from tests.ranks.habitual import (
     Compiled,
     Critic,
     Encoder,
+    Fading,
     Flow,
     Graph,
     Habitual,
@@ -42,6 +44,7 @@ from tests.ranks.habitual import (
     Remembering,
     Scaled,
     Seen,
+    Spectral,
     Stack,
     Tempered,
     Trained,
@@ -142,8 +145,12 @@ def statistics_of_two_calls(lay: Lay) -> list[Any]:
 
 
 def statistics_in_the_order_of_calls(lay: Lay) -> list[Any]:
-    """What two calls give is asked for, or goes back, in another order than that of the calls."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    """What two calls give is asked for, or goes back, in another order than that of the calls.
+
+    What a layer keeps of its inputs it keeps in evaluation, too, whether gradients are recorded or not.
+    """
+    inner = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), Fading()
+    model = nn.Sequential(*inner, nn.Linear(8, 4))
     model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
     out: list[Any] = []
     for step in range(4):
@@ -151,6 +158,10 @@ def statistics_in_the_order_of_calls(lay: Lay) -> list[Any]:
         (x, y), (z, _) = batch(2 * step), batch(2 * step + 1)
         with torch.set_grad_enabled(step != 1):
             first = model(x)
+        model.eval()
+        with torch.set_grad_enabled(step % 2 == 0):
+            out.append(model(x - z).square().mean().item())
+        model.train()
         second = model(z * 3)
         if step == 0:  # a key that no gradient goes back through
             loss = (F.normalize(first) * F.normalize(second.detach())).sum()
@@ -214,6 +225,18 @@ def changes_of_the_model(lay: Lay) -> list[Any]:
     return [*out, model(batch(step)[0]), *model.parameters()]
 
 
+def modules_around(lay: Lay) -> list[Any]:
+    """A module that holds the model (a likelihood's, say) loads what its state dict gives."""
+    model = Tempered()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    around = nn.ModuleDict({"model": model, "other": nn.Linear(2, 2)})
+    out: list[Any] = []
+    for step in range(3):
+        out.append(trained(model, optimizer, step).item())
+        around.load_state_dict({name: x * 0.9 for name, x in around.state_dict().items()})
+    return [*out, *around.parameters()]
+
+
 def containers(lay: Lay) -> list[Any]:
     model = net()
     model = lay(model)
@@ -222,6 +245,33 @@ def containers(lay: Lay) -> list[Any]:
         p.requires_grad_(False)
     out += [p.requires_grad for layer in model for p in layer.parameters()]
     return out
+
+
+def complex_weights(lay: Lay) -> list[Any]:
+    """As of Fourier operators; some are never used."""
+    model = nn.Sequential(nn.Linear(6, 6), Spectral(6), nn.Linear(6, 6), Spectral(6), nn.Linear(6, 4))
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    out = [trained(model, optimizer, step).item() for step in range(3)]
+    return [*out, *(torch.view_as_real(p.detach()) if p.is_complex() else p for p in model.parameters())]
+
+
+def derivatives_of_inputs(lay: Lay) -> list[Any]:
+    """Second ones, as of a differential equation: plain ones start from what was made of an output."""
+    model = net()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    out: list[Any] = []
+    for step in range(3):
+        x = batch(step)[0].requires_grad_()
+        u = model(x)
+        one = torch.ones_like(u)
+        (slope,) = torch.autograd.grad(u, x, one, create_graph=True)
+        (bend,) = torch.autograd.grad(slope, x, one.sum(1, keepdim=True) * x.detach(), create_graph=True)
+        out += [slope.detach(), bend.detach()]
+        value = u.square()
+        value[-1, 1:] *= 3  # writes what it has read into the same memory
+        value[0, 2] *= 2
+        out.append(stepped((bend.square() + slope * value[:, :1]).mean() + value.sum(), optimizer).item())
+    return [*out, *model.parameters()]
 
 
 def transforms_in_blocks(lay: Lay) -> list[Any]:
@@ -521,6 +571,9 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
 PROGRAMS = (
     gradients_dropped_by_hand,
     tables_of_the_programs,
+    complex_weights,
+    derivatives_of_inputs,
+    optimizers_that_ask_for_a_class,
     layers_past_autocast,
     functions_of_ones_own_in_losses,
     adjoint_methods,
@@ -544,6 +597,7 @@ PROGRAMS = (
     transforms_in_blocks,
     transforms_of_the_model,
     changes_of_the_model,
+    modules_around,
     containers,
     hooks_put_on_before,
     methods_onto_finished_gradients,
@@ -566,6 +620,7 @@ STAGED = (
     objects_and_other_paths,
     parameters_in_other_places,
     tables_of_the_programs,
+    complex_weights,
     functions_of_ones_own_in_losses,
     layers_past_autocast,
     transforms_in_blocks,
@@ -576,6 +631,7 @@ STAGED = (
     sparse_graphs,
     parameters_given,
     optimizers_of_a_part,
+    optimizers_that_ask_for_a_class,
     averages_of_weights,
     hooks_of_an_optimizer,
     hooks_around_a_closure,
@@ -611,8 +667,17 @@ def compared(rank: int, world: int) -> None:
         compare(program, [(plan, {}) for plan in plans])
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
     compare(weights_beside_rows, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    told_of_time()
     for change in (tied, exchanged, others):
         refused_among_stages(change)
+
+
+def told_of_time() -> None:
+    """Gradients do not go from a call of stages to the one before, through what that has left."""
+    model = nn.Sequential(nn.Linear(6, 6), Fading(is_detached=False), nn.Linear(6, 4)).double()
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan={"pipe": 2})
+    with pytest.warns(UserWarning, match="'1.trace'.*the call before has left there, with a gradient"):
+        trained(model, optimizer, 0)
 
 
 def tied(model: nn.Sequential) -> None:
@@ -653,6 +718,7 @@ def refused_among_stages(change: Any) -> None:
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")
 @pytest.mark.filterwarnings("ignore:A transform of torch.func in a block that is computed again")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
+@pytest.mark.filterwarnings("ignore:p.grad is None here")
 @pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_habits(ranks: Any) -> None:
     ranks(2, compared)

@@ -37,9 +37,9 @@ WAITS = {
 AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights", "norms_that_are_synchronized")
 """These have a BatchNorm(momentum=None), as update_bn makes it, which asks how many batches it has seen."""
 
-# this device has no sparse tensors; what torch compiles has a test of its own, what is gathered is warned of;
-# programs that look before their first step, or call twice in it, wait in the next, too, and in no other; one
-# that goes new ways later waits then
+# this device has no sparse and no complex tensors; what torch compiles has a test of its own, what is
+# gathered is warned of; programs that look before their first step, or call twice in it, wait in the next,
+# too, and in no other; one that goes new ways later waits then
 PROGRAMS = [
     program
     for program in habits.PROGRAMS
@@ -47,6 +47,10 @@ PROGRAMS = [
     not in (
         habits.adjoint_methods,
         habits.objects_and_other_paths,
+        habits.complex_weights,
+        habits.derivatives_of_inputs,
+        habits.modules_around,
+        habits.optimizers_that_ask_for_a_class,
         habits.sparse_graphs,
         habits.losses_of_torchscript,
         habits.functions_that_torch_compiles,

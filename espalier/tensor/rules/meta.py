@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from espalier.torch_private import (
     plain_call,
     raw,
     tensor_attributes,
+    torch_functions_on,
 )
 
 # the same for the local and the global tensor, or about storage
@@ -287,6 +288,35 @@ def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, tor
     axes = tuple(s if is_partial(s) else R for s in layout.axes)
     start = plain(move(x, layout, Layout.of(layout.mesh, axes, ((),) * layout.ndim, layout.shape)))
     return start, None if share == 1 else torch.full_like(start, share)
+
+
+def whole_starts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a backward pass starts from: plain tensors from the whole of gradients that are cut.
+
+    torch asks what is to have gradients who answers for it, and not the gradients that are given.
+    """
+
+    @wraps(original)
+    def starts(outputs: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if torch_functions_on():
+            grads = [
+                _plain_start(g) if type(x) is torch.Tensor else g
+                for x, g in zip(outputs, grads, strict=False)
+            ]
+        return original(outputs, grads, *args, **kwargs)
+
+    return starts
+
+
+def _plain_start(gradient: Any) -> Any:
+    if type(gradient) is DTensor:
+        return gradient.full_tensor()
+    return torch.as_tensor(gradient) if answers_itself(gradient) else gradient
+
+
+def answers_itself(x: Any) -> bool:
+    """Whether it says what functions of torch do with it, as tensors may, and is none."""
+    return hasattr(type(x), "__torch_function__") and not issubclass(type(x), torch.Tensor)
 
 
 @special(forward_dual)
