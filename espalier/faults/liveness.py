@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
+import re
 import select
 import signal
 import socket
 import struct
-import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
 
 from espalier.device import mark
 
@@ -37,6 +41,10 @@ _DEBUGGERS: Final = frozenset("bdb pdb cmd IPython ipdb".split())
 _ACKED: Final = 120  # where tcp_info has the bytes that were acknowledged, and after them those received
 
 _LIBRARY: Final = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
+_PACKAGES: Final = f"{os.sep}site-packages{os.sep}"
+_COLLECTIVES: Final = tuple(
+    str(folder) + os.sep for folder in (Path(dist.__file__).parent, Path(__file__).parents[1] / "comm")
+)
 
 
 class Look(NamedTuple):
@@ -220,60 +228,92 @@ class _Seen(NamedTuple):
     outside: bool
 
 
-def _seen(thread: int) -> _Seen | None:
-    """What the frames of a thread tell; None where it has none.
+class _Frame(NamedTuple):
+    file: str
+    line: str
+    function: str
 
-    Who holds a frame holds what its function's names held, tensors too, also when the function has returned.
-    So all that is wanted of frames is read here, at once, and none is kept over anything that waits.
-    """
-    frames = sys._current_frames()
-    # this very frame holds `frames`: a cycle, which would live until garbage is collected
-    frames.pop(threading.get_ident(), None)
-    frame = frames.get(thread)
-    if frame is None:
+
+def _seen(thread: int) -> _Seen | None:
+    """What the frames of a thread tell; None where it has none."""
+    stacks = _stacks()
+    frames = stacks.get(thread)
+    if not frames:
         return None
-    modules = _modules(frame)
+    modules = [_module(frame) for frame in frames]
     return _Seen(
-        _site(frame),
-        any(_communicates(each) for each in frames.values()),
+        _site(frames),
+        any(_communicates(each[0]) for each in stacks.values() if each),
         not _DEBUGGERS.isdisjoint(modules),
         modules[0] in _OUTSIDE,
     )
 
 
-def _communicates(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    if name.startswith("torch.distributed"):
-        return True
-    return name.startswith("espalier.comm.") and not name.endswith((".watch", ".activity"))
+def _stacks() -> dict[int, list[_Frame]]:
+    """The frames of each other thread, innermost first, by its identifier.
+
+    As they are written in one call that makes no objects. Frames taken one after another, in Python, may be
+    those of a function that has returned by then: where garbage is collected as a frame is made, CPython 3.11
+    writes into the memory of what the thread runs now, or gives what lies there. And who holds a frame holds
+    what its function's names held, tensors too.
+    """
+    memory = getattr(os, "memfd_create", None)
+    try:
+        with tempfile.TemporaryFile() if memory is None else open(memory("stacks"), "r+b") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:  # no descriptor is left
+        return {}
+    stacks: dict[int, list[_Frame]] = {}
+    frames: list[_Frame] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            stacks[int(head[1], 16)] = frames = []
+        elif said := _FRAME.match(line):
+            frames.append(_Frame(_unescaped(said[1]), said[2], _unescaped(said[3])))
+    stacks.pop(threading.get_ident(), None)
+    return stacks
 
 
-def _modules(frame: FrameType | None) -> list[str]:
-    names = []
-    # that thread goes on meanwhile: in place of a frame that it has left, CPython 3.11 once gave a tensor
-    while isinstance(frame, FrameType):
-        names.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
-        frame = frame.f_back
-    return names
+def _unescaped(text: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[0][2:], 16)), text)
 
 
-def _site(frame: FrameType) -> str:
+_THREAD: Final = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+)")
+_FRAME: Final = re.compile(r'  File "(.*)", line (.*) in (.*)')
+_ESCAPE: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
+
+def _module(frame: _Frame) -> str:
+    """The first name of a module of the standard library or of a package; empty for others."""
+    _, found, inside = frame.file.rpartition(_PACKAGES)
+    if not found:
+        inside = frame.file.removeprefix(_LIBRARY[1] + os.sep)
+        if inside == frame.file:
+            return ""
+    return inside.partition(os.sep)[0].removesuffix(".py")
+
+
+def _communicates(frame: _Frame) -> bool:
+    return frame.file.startswith(_COLLECTIVES)
+
+
+def _site(frames: Sequence[_Frame]) -> str:
     """The user's line, and after it the innermost one, if that is not the same."""
-    inner, outer = frame, frame
-    while _foreign(outer) and isinstance(back := outer.f_back, FrameType):
-        outer = back
-    line = _line(inner if _foreign(outer) else outer)
-    return line if outer is inner or _foreign(outer) else f"{line}, within {_line(inner)}"
+    outer = next((frame for frame in frames if not _foreign(frame)), None)
+    if outer is None:
+        return _line(frames[0])
+    return _line(outer) if outer is frames[0] else f"{_line(outer)}, within {_line(frames[0])}"
 
 
-def _foreign(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_LIBRARY) or f"{os.sep}site-packages{os.sep}" in name
+def _foreign(frame: _Frame) -> bool:
+    return frame.file.startswith(_LIBRARY) or _PACKAGES in frame.file
 
 
-def _line(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+def _line(frame: _Frame) -> str:
+    path = Path(frame.file)
+    return f"{path.parent.name}/{path.name}:{frame.line} in {frame.function}"
 
 
 # ---- signals that ask a rank to leave, heard while its main thread is in C++ too

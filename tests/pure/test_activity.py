@@ -128,6 +128,70 @@ def test_a_look_keeps_nothing_of_what_it_has_seen():
         watcher.join()
 
 
+def _looks_while_functions_return() -> None:
+    """Garbage is collected at each of many places of a look, and meanwhile the main thread goes elsewhere."""
+    main = threading.get_ident()
+    there, go_on, elsewhere, over = (threading.Semaphore(0) for _ in range(4))
+    left: list[int] = []
+
+    def leave() -> None:
+        left.append(1)
+        go_on.release()
+        elsewhere.acquire()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            if threading.get_ident() != main and not left:
+                leave()
+
+    def deep(n: int) -> None:
+        if n:
+            return deep(n - 1)
+        there.release()
+        go_on.acquire()
+
+    def other(n: int, *values: object) -> None:
+        if n:
+            return other(n - 1, *values, {}, 1.5, (n,))
+        elsewhere.release()
+        over.acquire()
+
+    def watch() -> None:
+        activity = Activity((), None)
+        for count in range(1, 41):
+            there.acquire()
+            gc.collect()
+            left.clear()
+            Cycle()
+            gc.set_threshold(count)
+            activity.look(hard=False)
+            gc.set_threshold(0)
+            if not left:
+                leave()
+            over.release()
+
+    gc.set_threshold(0)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(40):
+        deep(20)
+        other(20)
+    watcher.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_look_is_safe_while_functions_return():
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)  # what is overwritten may wait for ever
+        _looks_while_functions_return()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_a_device_that_comes_past_no_mark_is_stuck() -> None:
     passed: list[bool] = []
 
