@@ -273,6 +273,7 @@ def detached_here(x: torch.Tensor) -> torch.Tensor:
 
 ALL_TRUE, ANY_TRUE = "_is_all_true", "_is_any_true"  # functions: distributions ask whether arguments fit
 TYPED_STORAGE = "_typed_storage"  # a method: ``storage()`` without a warning
+LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel's first question to a module
 ASIDE = ("_is_view", "_has_compatible_shallow_copy_type")  # methods that ask about memory, not about values
 
 # ---- those of autograd's nodes, and hooks on gradients

@@ -87,6 +87,8 @@ class Awaited(Kept):
         kwargs = all_given(func, kwargs)
         if func is torch.Tensor.backward:
             return args[0].backward(*args[1:], **kwargs)
+        if func is torch.Tensor.as_subclass and _is_own_kind(*args[1:]):
+            return args[0]
         is_first = bool(args) and isinstance(args[0], Awaited)
         keep = (args[0] if is_first else leaves([list(args), kwargs], Awaited, SOUGHT)[0])._source.keep
         name = getattr(func, "__name__", "")
@@ -150,6 +152,8 @@ class Awaited(Kept):
             return of._asked(name, lambda x: getattr(x, name)(*args, **kwargs), kept)
         if name == "type" and not args and not kwargs:
             return of._asked(name, lambda x: torch.empty(0, dtype=x.dtype, device=of.device).type(), kept)
+        if name == "as_subclass" and _is_own_kind(*args):
+            return of
         if name in _OF_GRADIENTS:
             return of._hook(name, *args, **kwargs)
         if name in _OF_DICTS and isinstance(will_be := of._will_be(), dict):
@@ -506,6 +510,11 @@ class Awaited(Kept):
         return is_known and all(memory_id(x) != own for x in every)
 
     __hash__ = object.__hash__
+
+
+def _is_own_kind(*given: Any) -> bool:
+    """Whether a call is given the class of what is awaited: ``x.as_subclass(type(y))``."""
+    return bool(given) and isinstance(given[0], type) and issubclass(given[0], Awaited)
 
 
 class Count(Awaited, int):

@@ -27,6 +27,7 @@ from espalier.parallel.several import Several, as_one, holders
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import (
     BUFFERS,
+    LEFT_OUT,
     MODULES,
     PARAMETERS,
     as_written,
@@ -119,6 +120,12 @@ class EngineModule(nn.Module):
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == LEFT_OUT:
+            raise TypeError(
+                "DistributedDataParallel is put around a model that is laid over the ranks already, and "
+                "would add up its gradients once more. Leave it out; to a package that puts it there by "
+                "itself, say that the run is not distributed."
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:

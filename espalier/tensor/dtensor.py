@@ -429,7 +429,9 @@ class DTensor(torch.Tensor):
 
     def as_subclass(self, cls: type[Any]) -> Any:
         """As ``torch.Tensor.as_subclass``: a tensor of a program's or library's class has the whole value."""
-        if cls in (torch.Tensor, nn.Parameter) or issubclass(cls, DTensor):
+        if issubclass(cls, DTensor):
+            return self.view_as(self)
+        if cls in (torch.Tensor, nn.Parameter):
             return super().as_subclass(cls)
         return self.full_tensor().as_subclass(cls)
 

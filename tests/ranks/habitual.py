@@ -406,3 +406,45 @@ class Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return -ctx.weight * grad, None
+
+
+class Decorated(nn.Module):
+    """Parts have another forward, or a hook, for one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), net(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        forward, kept = self.second.forward, []
+
+        def decorated(x: torch.Tensor) -> torch.Tensor:
+            kept[:] = kept or [2 * forward(x)]
+            return kept[0]
+
+        self.second.forward = decorated  # type: ignore[method-assign]
+        try:
+            x = self.second(x) + self.second(None)
+        finally:
+            self.second.forward = forward  # type: ignore[method-assign]
+        hook = self.third.register_forward_hook(lambda module, given, out: out * given[0])
+        x = self.third(x)
+        hook.remove()
+        return x
+
+
+class Anew(nn.Module):
+    """A copy of it has parameters of other names, as of a model of Keras."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.number, self.parts = number, nn.ModuleDict({f"{number}_{i}": nn.Linear(6, 6) for i in range(4)})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anew:
+        return Anew(self.number + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = torch.tanh(part(x))
+        return x

@@ -32,8 +32,10 @@ from tests.ranks.habitual import (
     GAN,
     Acting,
     Adapted,
+    Anew,
     Compiled,
     Critic,
+    Decorated,
     Encoder,
     Fading,
     Flow,
@@ -568,7 +570,23 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def parts_that_are_decorated(lay: Lay) -> list[Any]:
+    """Another forward and a hook for one call; copies that are made anew; values as of their own class."""
+    values: list[Any] = []
+    for model in (Decorated(), Anew()):
+        model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(2):
+            x, y = batch(step)
+            out = model(x)
+            loss = F.cross_entropy(out.as_subclass(type(out)), y)
+            kept = loss.detach()
+            values += [stepped(loss, optimizer), kept.as_subclass(type(kept)) * 2]
+        values += model.parameters()
+    return values
+
+
 PROGRAMS = (
+    parts_that_are_decorated,
     gradients_dropped_by_hand,
     tables_of_the_programs,
     complex_weights,
@@ -615,6 +633,7 @@ PROGRAMS = (
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
+    parts_that_are_decorated,
     gradients_dropped_by_hand,
     adjoint_methods,
     objects_and_other_paths,
@@ -670,6 +689,9 @@ def compared(rank: int, world: int) -> None:
     told_of_time()
     for change in (tied, exchanged, others):
         refused_among_stages(change)
+    model = espalier.prepare(net(), plan={"data": 2})
+    with pytest.raises(TypeError, match="laid over the ranks already"):
+        nn.parallel.DistributedDataParallel(model)
 
 
 def told_of_time() -> None:
@@ -712,7 +734,7 @@ def refused_among_stages(change: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:A loss is one of all rows")
 @pytest.mark.filterwarnings(
-    "ignore:(Flow|Graph|Sequential) cannot be split:espalier.parallel.compose.UndividedWarning"
+    "ignore:(Flow|Graph|Sequential|Anew) cannot be split:espalier.parallel.compose.UndividedWarning"
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.func.jvp uses it, too
 @pytest.mark.filterwarnings("ignore:torch.vmap or a transform of torch.func is given DTensors")

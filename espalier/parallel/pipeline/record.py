@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from espalier.blocks import named_parameters_in
 from espalier.layout import Layout
 from espalier.parallel.pipeline.observed import Observed
 from espalier.tensor import DTensor, full_tensor, recorder, stamp
@@ -669,8 +670,17 @@ class ModelStandIns:
         """A copy of the model as its author made it, to be run while this is open, and of ``extra``.
 
         Its parameters are fakes.
+
+        Raises:
+            SplitError: it has other parameters.
         """
         with apart(self.model, extra, partial(self._stand, fake), self._as_made) as twin:
+            names, others = ([n for n, _ in named_parameters_in(m)] for m in (self.model, twin.module))
+            if names != others:
+                raise SplitError(
+                    f"{type(self.model).__name__} cannot be split: a copy of it (copy.deepcopy) is made "
+                    "anew, with parameters of other names. A model is split by what a copy of it does."
+                )
             for config in caching(twin.module.modules()):
                 config.use_cache = False
             yield twin
@@ -830,6 +840,11 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
         if before or after:
             found[name] = [*before, *after]
     return found
+
+
+def way_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a call of a module itself goes through."""
+    return module.forward, *(hook for hooks in hooks_of(module) for hook in hooks.values())
 
 
 def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
