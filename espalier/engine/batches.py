@@ -31,7 +31,7 @@ from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
 from espalier.torch_private import raw
-from espalier.trees import instances_of, named_leaves, tensors_in, tree_map
+from espalier.trees import instances_of, leaves, named_leaves, tensors_in, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
 
@@ -63,6 +63,7 @@ class Batches:
         self.mesh, self.micro_batches = mesh, plan.accumulate
         self.axes = tuple(mesh.axis(name) for name in plan.batch_axes)
         self._context = mesh.axis("context") if plan.context > 1 else None
+        self._has_told = False
         mesh.rows |= {*self.axes, *([] if self._context is None else [self._context])}
 
     @property
@@ -162,7 +163,21 @@ class Batches:
                 return self._cut_by_sequence(redistribute(whole, self._cut_by_rows(x.shape)), lengths)
             return self.local(x[self.rows(x.shape[0])], x.shape[0], lengths)
 
+        if not self._has_told and self.readers > 1 and not tensors_in(batch):
+            self._tell_of_objects(batch)
         return tree_map(cut, batch)
+
+    def _tell_of_objects(self, batch: Any) -> None:
+        """Say so where tensors are in what is not opened: a TensorDict, a graph."""
+        kinds = {type(x).__name__ for x in leaves(batch) if tensors_in(x, objects=2)}
+        if kinds:
+            self._has_told = True
+            warnings.warn(
+                f"The model is called with {', '.join(sorted(kinds))}, in which no rows are seen: each rank "
+                "computes the whole batch, which is right, and no faster than one rank. Give tensors, or "
+                "tuples, lists or dicts of them.",
+                stacklevel=user_frame()[0],
+            )
 
     # ---- micro-batches
 

@@ -39,7 +39,7 @@ from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, ki
 from espalier.tensor import lay_out
 from espalier.tensor.copies import NotCopiedError
 from espalier.tensor.deferred import make_the_rest_real
-from espalier.tensor.dtensor import DTensor, is_sparse, kind_of, note_kind, set_by_program
+from espalier.tensor.dtensor import DTensor, is_sparse, kind_of, note_kind, plain, set_by_program
 from espalier.tensor.modules import unwatched
 from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
@@ -348,7 +348,7 @@ def _shared(b: torch.Tensor, home: Mesh, mesh: Mesh) -> torch.Tensor:
     else:
         laid_out = lay_out(b, Layout.replicated(home, tuple(b.shape)))
         with raw():
-            whole = laid_out.as_subclass(torch.Tensor)
+            whole = plain(laid_out)
         is_usual = type(b) is torch.Tensor and b.is_leaf and not (b.is_meta or b.is_inference())
         if is_usual and whole.device == b.device and not mesh.is_dry:
             if torch.equal(whole, b):  # not written to, then: it may be a file's

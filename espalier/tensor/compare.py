@@ -23,6 +23,7 @@ from espalier.comm.custom_ops import collective, recorders
 from espalier.layout import Layout, Shard, gradient_layout, local_box
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import coordinate_at
+from espalier.tensor.dtensor import plain
 from espalier.tensor.observers import site, user_frame
 from espalier.tensor.random import bits
 from espalier.torch_private import after_backward, current_graph_task_id, raw, version_of
@@ -583,7 +584,7 @@ def _sketch(grad: torch.Tensor) -> torch.Tensor:
 
     The products of two gradients differ by the length of their difference, more or less, wherever it lies.
     """
-    x = grad.detach().as_subclass(torch.Tensor)
+    x = plain(grad.detach())
     x = x.to_dense() if x.layout is not torch.strided else x
     x = torch.view_as_real(x) if x.is_complex() else x
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).reshape(-1)

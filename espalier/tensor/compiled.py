@@ -550,7 +550,7 @@ def _record(
 def _fresh(x: torch.Tensor) -> torch.Tensor:
     """The tensor again without what was remembered on it."""
     with raw():
-        y = x.as_subclass(torch.Tensor) if type(x) is DTensor else x.view_as(x)
+        y = plain(x) if type(x) is DTensor else x.view_as(x)
     return stamp(y, x._layout) if type(x) is DTensor else y
 
 

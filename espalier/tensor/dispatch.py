@@ -242,7 +242,7 @@ class CachedCall:
 
 def _plain(x: Any, mesh: Mesh) -> Any:
     if type(x) is DTensor:
-        out = x.as_subclass(torch.Tensor)
+        out = torch.Tensor.as_subclass(x, torch.Tensor)
         # a real run has no such view, and gradients come in the order of what has
         if _grad_enabled() and _is_leaf(x):
             go_at_once(out)

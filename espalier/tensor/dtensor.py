@@ -428,10 +428,10 @@ class DTensor(torch.Tensor):
         return DTensor._above.from_torch(tensor)
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """As ``torch.Tensor.as_subclass``: a tensor of a program's or library's class has the whole value."""
+        """As ``torch.Tensor.as_subclass``: the whole value, if of another class than this."""
         if issubclass(cls, DTensor):
             return self.view_as(self)
-        if cls in (torch.Tensor, nn.Parameter):
+        if cls is nn.Parameter:
             return super().as_subclass(cls)
         return self.full_tensor().as_subclass(cls)
 
@@ -689,7 +689,7 @@ def stamp(x: torch.Tensor, layout: Layout) -> DTensor:
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor over the local data, connected by autograd."""
-    return x.as_subclass(torch.Tensor) if type(x) is DTensor else x
+    return torch.Tensor.as_subclass(x, torch.Tensor) if type(x) is DTensor else x
 
 
 def is_sparse(x: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from espalier.layout.layout import R
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor.api import check_parts, from_local, lay_out, to_local
-from espalier.tensor.dtensor import DTensor, as_recorded, left, redistribute, stamp
+from espalier.tensor.dtensor import DTensor, as_recorded, left, plain, redistribute, stamp
 from espalier.torch_private import (
     function_of,
     own_buffers,
@@ -60,7 +60,7 @@ def _become(p: nn.Parameter, dtensor: DTensor) -> None:
     """Let a plain parameter be a DTensor."""
     with raw():
         p.grad = None
-        p.data = dtensor.detach().as_subclass(torch.Tensor)
+        p.data = plain(dtensor.detach())
     stamp(p, dtensor._layout.own)._is_param = True
 
 

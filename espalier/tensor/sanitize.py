@@ -249,7 +249,7 @@ class Sanitizer(Watcher):
         axes: tuple[int, ...],
         cause: str,
     ) -> None:
-        x = x.detach().as_subclass(torch.Tensor)
+        x = plain(x.detach())
         form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape) if layout is None else layout}"
         strided = x if x.layout is torch.strided else None
         desk.write(

@@ -24,7 +24,7 @@ from espalier.comm.redistribute import carry_out
 from espalier.layout import gradient_layout, local_box
 from espalier.layout.layout import D, R, is_partial
 from espalier.sharding.spec import spellings
-from espalier.tensor import stamp
+from espalier.tensor import plain, stamp
 from espalier.tensor.rules import RULES
 from tests.asked import ASKED
 from tests.ranks.samples import A, X, described, others, put, without_gradient
@@ -291,7 +291,7 @@ def compare(
             assert out == right, f"output {k}: {out!r} is not {right!r}"
             continue
         assert isinstance(out, DTensor), f"output {k} is no DTensor"
-        local, layout = out.as_subclass(torch.Tensor), out._layout
+        local, layout = plain(out), out._layout
         assert out.shape == right.shape, f"output {k}: shape {tuple(out.shape)}, not {tuple(right.shape)}"
         assert out.dtype == right.dtype, f"output {k}: {out.dtype}, not {right.dtype}"
         if not of.shape_only:
@@ -302,7 +302,7 @@ def compare(
         )
         if cotangent is not None:
             reached.append(local)
-            cotangents.append(laid(cotangent, gradient_layout(layout), generator).as_subclass(torch.Tensor))
+            cotangents.append(plain(laid(cotangent, gradient_layout(layout), generator)))
     if writes(function):
         assert same_place(outs[0]._layout, layouts[0]), f"written {layouts[0]}, now {outs[0]._layout}"
     if reached:
@@ -321,7 +321,7 @@ def compare(
             continue
         right = torch.zeros(grad.shape, dtype=grad.dtype) if right is None else right
         agree(
-            grad.as_subclass(torch.Tensor),
+            plain(grad),
             grad._layout,
             right,
             Laid(f"gradient of input {k}", layouts[k]),

@@ -448,3 +448,10 @@ class Anew(nn.Module):
         for part in self.parts.values():
             x = torch.tanh(part(x))
         return x
+
+
+class OfObjects(nn.Linear):
+    """Is called with an object that has the rows."""
+
+    def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch.rows)

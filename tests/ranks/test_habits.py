@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from tests.ranks.habitual import (
     Flow,
     Graph,
     Habitual,
+    OfObjects,
     PastAutocast,
     Points,
     Remembering,
@@ -581,6 +583,7 @@ def parts_that_are_decorated(lay: Lay) -> list[Any]:
             loss = F.cross_entropy(out.as_subclass(type(out)), y)
             kept = loss.detach()
             values += [stepped(loss, optimizer), kept.as_subclass(type(kept)) * 2]
+            values.append(model(x).detach().as_subclass(torch.Tensor).square().mean().item())
         values += model.parameters()
     return values
 
@@ -692,6 +695,9 @@ def compared(rank: int, world: int) -> None:
     model = espalier.prepare(net(), plan={"data": 2})
     with pytest.raises(TypeError, match="laid over the ranks already"):
         nn.parallel.DistributedDataParallel(model)
+    model = espalier.prepare(OfObjects(6, 4).double(), plan={"data": 2})
+    with pytest.warns(UserWarning, match="called with SimpleNamespace, in which no rows are seen"):
+        assert model(SimpleNamespace(rows=batch(0)[0])).shape == (8, 4)
 
 
 def told_of_time() -> None:

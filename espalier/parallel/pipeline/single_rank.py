@@ -136,7 +136,7 @@ def _untype(env: Env, batch: Collection[int]) -> None:
     for n, x in env.items():
         if type(x) is DTensor:
             if n in batch:  # others have it too
-                env[n] = x.as_subclass(torch.Tensor)
+                env[n] = plain(x)
             else:
                 x.__class__ = torch.Tensor  # type: ignore[assignment]
 

@@ -54,7 +54,8 @@ def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
     """What a tracer stands a tensor in for stays what it is."""
-    return x.as_subclass(torch.Tensor) if isinstance(x, DTensor | torch.nn.Parameter) else x
+    is_other = isinstance(x, DTensor | torch.nn.Parameter)
+    return torch.Tensor.as_subclass(x, torch.Tensor) if is_other else x
 
 
 @rule(float8_linear, loose=True)

@@ -407,7 +407,7 @@ def _operands(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The local tensors, plain for the backward pass, in the dtype that autocast would give them."""
     bound = bound_to(product.names, args, kwargs)
-    x, weight = (bound[name].as_subclass(torch.Tensor) for name in (product.x, product.weight))
+    x, weight = (torch.Tensor.as_subclass(bound[name], torch.Tensor) for name in (product.x, product.weight))
     dtype = autocast_dtype(x.device.type)
     if dtype is not None:
         x, weight = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, weight))
