@@ -249,7 +249,8 @@ def _error_on(
     def describe(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             needs_grad = x.requires_grad and torch.is_grad_enabled()
-            return functools.partial(_blank, tuple(x.shape), x.dtype, device, fill, needs_grad)
+            is_made = needs_grad and not x.is_leaf  # it may be written to
+            return functools.partial(_blank, tuple(x.shape), x.dtype, device, fill, needs_grad, is_made)
         return torch.device(device) if isinstance(x, torch.device) else x
 
     def make(x: Any) -> Any:
@@ -268,12 +269,15 @@ def _error_on(
         return None
 
 
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: str, fill: int, grad: bool) -> torch.Tensor:
+def _blank(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, fill: int, grad: bool, is_made: bool
+) -> torch.Tensor:
     if device == "meta" or math.prod(shape) < 1 << 16:
         like = torch.full(shape, fill, dtype=dtype, device=device)
     else:  # expanded from one element: it cannot be written to
         like = torch.full((), fill, dtype=dtype, device=device).expand(shape)
-    return like.requires_grad_() if grad else like
+    like = like.requires_grad_() if grad else like
+    return like.clone() if is_made and like.is_contiguous() else like
 
 
 @contextmanager

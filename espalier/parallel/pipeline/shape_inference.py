@@ -272,7 +272,10 @@ class _Switches:
                 self._looked[i] = len(table), names
             for name in names:
                 x = table.get(name)
-                found.append(tuple(x) if type(x) in _NAMES else bool(x) if type(x) in (int, float) else x)
+                if type(x) in _NAMES:  # one that was empty may have got others, hooks or tensors
+                    found.append(tuple(y for y in x if type(y) is str))
+                else:
+                    found.append(bool(x) if type(x) in (int, float) else x)
         return tuple(found)
 
 
