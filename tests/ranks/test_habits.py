@@ -573,7 +573,7 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
 
 
 def parts_that_are_decorated(lay: Lay) -> list[Any]:
-    """Another forward and a hook for one call; copies that are made anew; values as of their own class."""
+    """Another forward for one call; copies that are made anew; values as of their own class."""
     values: list[Any] = []
     for model in (Decorated(), Anew()):
         model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -842,11 +842,6 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
-def way_of(module: nn.Module) -> tuple[Any, ...]:
-    """What a call of a module itself goes through."""
-    return module.forward, *(hook for hooks in hooks_of(module) for hook in hooks.values())
-
-
 def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
     """What is called before and after a module's forward and backward: torch's own tables."""
     return [vars(module).get(name, {}) for name in HOOKS]

@@ -52,7 +52,6 @@ from espalier.parallel.pipeline.record import (
     sizes_of,
     storage_of,
     unlike,
-    way_of,
 )
 from espalier.parallel.pipeline.remembered import Place, gradients_left, may_be_told, says_data, value_at
 from espalier.sharding.spec import bound_to
@@ -344,7 +343,7 @@ class _Recorder(TorchFunctionMode):
         self.worked = CostMode()
         self._known: dict[int, int] = {}  # by id of tensors, which the trace keeps
         self._names = {id(m): name for name, m in model.named_modules()}
-        self._ways = {id(m): way_of(m) for m in model.modules()}
+        self._forwards = {id(m): m.forward for m in model.modules()}
         clusters = nn.AdaptiveLogSoftmaxWithLoss  # they call their parts where labels fall into them
         self._clusters = [name for name, m in model.named_modules() if isinstance(m, clusters)]
         apart = tuple(f"{name}." for name in (*whole, *self._clusters))
@@ -419,8 +418,8 @@ class _Recorder(TorchFunctionMode):
         name = self._names.get(id(module))
         if self._quiet:
             self._within.append(module)
-        # what calls it may have put another forward or hook into it for now: stages have its own
-        is_decorated = any(way_of(m) != self._ways.get(id(m)) for m in module.modules())
+        # what calls it may have put another forward into it for now: stages have its own
+        is_decorated = any(m.forward != self._forwards.get(id(m)) for m in module.modules())
         if name is None or self._quiet or is_decorated:  # made by the forward itself
             return go(module, *args, **kwargs)
         t = self.trace
