@@ -589,7 +589,6 @@ def parts_that_are_decorated(lay: Lay) -> list[Any]:
 
 
 PROGRAMS = (
-    parts_that_are_decorated,
     gradients_dropped_by_hand,
     tables_of_the_programs,
     complex_weights,
@@ -636,7 +635,6 @@ PROGRAMS = (
 )
 AROUND = optimizers_around_others, optimizers_that_answer_for_others
 STAGED = (
-    parts_that_are_decorated,
     gradients_dropped_by_hand,
     adjoint_methods,
     objects_and_other_paths,
@@ -690,6 +688,7 @@ def compared(rank: int, world: int) -> None:
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
     compare(weights_beside_rows, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
     told_of_time()
+    compare(parts_that_are_decorated, [(plan, {}) for plan in (PLANS[0], PLANS[3], PLANS[5], *STAGES)])
     for change in (tied, exchanged, others):
         refused_among_stages(change)
     model = espalier.prepare(net(), plan={"data": 2})
