@@ -701,11 +701,10 @@ class Staged(Passes):
 
     def _sum_shared(self, data: ZeroState) -> None:
         """The gradient of a parameter is the sum of those of its copies; None if none of them has one."""
-        without = data.gradients.without
         with raw():
             for p, among in self._shared(data):
                 grad = gradient_of(p)
-                is_there = grad is not None and id(p) not in without
+                is_there = grad is not None and id(p) not in data.gradients.without
                 if grad is None:
                     own = plain(p.detach())
                     grad = stamp(own.new_zeros(own.shape, dtype=p.grad_dtype), gradient_layout(layout_of(p)))

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.meanwhile import having
 from espalier.parallel.pipeline.objects import opened
+from espalier.parallel.pipeline.outside import Outside
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
     AnswerRecorder,
-    Marks,
     ModelStandIns,
     ModuleCall,
     Op,
@@ -41,7 +39,6 @@ from espalier.parallel.pipeline.record import (
     Value,
     ValuesError,
     called,
-    equal,
     heard,
     hooks_in,
     is_flag_of_hooks,
@@ -60,8 +57,6 @@ from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import CostMode, OpCost
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.fallback import function_of
-from espalier.tensor.names import Reads, is_known
-from espalier.tensor.observers import user_frame
 from espalier.tensor.rules.across_ranks import (
     as_if_all_had_it,
     barriers_passed,
@@ -203,52 +198,6 @@ def _but(drawn: Container[tuple[str, str]], changes: Mapping[str, list[str]]) ->
     """What has changed, but for generators that were drawn from."""
     left = {name: [key for key in keys if (name, key) not in drawn] for name, keys in changes.items()}
     return {name: keys for name, keys in left.items() if keys}
-
-
-class Outside:
-    """What the code of a model's modules finds by name, as it is now: globals, attributes of classes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        by_kind: dict[Any, Reads] = {}
-        self._read: dict[str, Reads] = {}
-        for name, module in model.named_modules():
-            has_own = any(isinstance(x, FunctionType) for x in vars(module).values())
-            if has_own or not is_known(type(module)):
-                kind = module if has_own else type(module)
-                self._read[name] = by_kind.setdefault(kind, Reads([module]))
-        self._then = self._now()
-
-    def _now(self) -> dict[tuple[int, str], Any]:
-        marks = Marks()
-        found = {}
-        for read in dict.fromkeys(self._read.values()):
-            values = zip(read.places, read.now(), strict=True)
-            some = [at for at in values if not isinstance(at[1], torch.Generator)]  # see Trace.drawing
-            found.update({(id(owner), name): marks.of(x) for (owner, _, name), x in some})
-        return found
-
-    def tell_of_tensors(self, changed: Mapping[str, set[str]]) -> None:
-        """Tell of what a forward has put there for a loss to take: it comes too late."""
-        for key in changed:
-            reads = (self._read[name] for name in changed[key])
-            values = [table[name] for of in reads for _, table, name in of.places if name == key]
-            if any(x.is_floating_point() for x in tensors_in(values, objects=2)):
-                warnings.warn(
-                    f"The model's forward puts tensors into {key!r}, which is none of its attributes. In a "
-                    "pipeline the forward runs with loss.backward(): they are not there when the loss is "
-                    "made. What belongs to the loss let the forward return, and make the loss of its output.",
-                    stacklevel=user_frame()[0],
-                )
-
-    def changes(self) -> dict[str, set[str]]:
-        """By names of what is another now, the modules whose code finds it."""
-        now = self._now()
-        changed = {key for key, was in self._then.items() if not equal(was, now.get(key))}
-        found: dict[str, set[str]] = {}
-        for module, read in self._read.items() if changed else ():
-            for _, name in read.keys & changed:
-                found.setdefault(name, set()).add(module)
-        return found
 
 
 def _refuse_sparse(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
