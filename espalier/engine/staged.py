@@ -715,8 +715,8 @@ class Staged(Passes):
                 wire[-1] = float(is_there)
                 others = self._exchanged(wire, among)
                 # others of a dry mesh have one, if any may have
-                is_elsewhere = p.requires_grad if self.mesh.is_dry else any(x[-1].item() for x in others)
-                if not is_there and not is_elsewhere:
+                told = (p.requires_grad,) if self.mesh.is_dry else (x[-1].item() for x in others)
+                if not is_there and not any(told):  # asked only here: a device is waited for
                     p.grad = None
                     continue
                 total = others[0][:-1]

@@ -21,7 +21,7 @@ from espalier.device import accelerator
 from espalier.mesh.process import finish, start
 from espalier.models import build
 from tests.ranks import habits as loops
-from tests.ranks import habits_of_optimizers
+from tests.ranks import habits_of_functions, habits_of_optimizers
 from tests.ranks import test_habits as habits
 from tests.ranks.habits import TOLERANCE, as_it_is, numbers
 
@@ -180,7 +180,7 @@ def apart_on(kind: str, program: Any, plan: dict[str, Any], patch: pytest.Monkey
         torch.manual_seed(0)
         expected = numbers(program(as_it_is))
         torch.manual_seed(0)
-        for module in (habits, habits_of_optimizers, loops):  # each has it
+        for module in (habits, habits_of_functions, habits_of_optimizers, loops):  # each has it
             patch.setattr(module, "batch", moved)
         patch.setattr(torch.Tensor, "uniform_", drawn)
         with torch.device(kind):

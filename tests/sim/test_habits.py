@@ -12,7 +12,7 @@ import torch
 
 import espalier
 from tests.ranks import habits as loops
-from tests.ranks import habits_of_optimizers
+from tests.ranks import habits_of_functions, habits_of_optimizers
 from tests.ranks import test_habits as habits
 from tests.ranks.habits import TOLERANCE, as_it_is, numbers
 from tests.sim.device import Telling
@@ -111,7 +111,7 @@ def tried(shared: Shared, rank: int, world: int, plan: dict[str, Any], names: li
             shared.log.clear()
             torch.manual_seed(0)
             with pytest.MonkeyPatch.context() as patch, torch.device("sim"), shared.sim.watched() as told:
-                for module in (habits, habits_of_optimizers, loops):  # each has it
+                for module in (habits, habits_of_functions, habits_of_optimizers, loops):  # each has it
                     patch.setattr(module, "batch", watched_batch)
                 out = program(partial(espalier.prepare, plan=plan))
             calls = list(shared.log)
