@@ -605,7 +605,7 @@ def _known(layout: Layout) -> Layout:
 # what the library notes on tensors, beside what a program does
 _NOTES = frozenset(
     "_branched _deferred_version _fully_sharded _handed_out _how_cut _is_cut_early _is_param _layout "
-    "_made_of _mark _memory _moved _place _reduced _saved _seen _shard _source _terms _unfinished "
+    "_lent_by _made_of _mark _memory _moved _place _reduced _saved _seen _shard _source _terms _unfinished "
     "_waiting".split()
 )
 

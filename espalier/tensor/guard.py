@@ -41,7 +41,7 @@ from espalier.tensor.dispatch import carry_out, unruled
 from espalier.tensor.dtensor import DTensor, kind_of, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.encoders import install_encoders
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
-from espalier.tensor.loans import whole
+from espalier.tensor.loans import pass_on, whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
 from espalier.tensor.observers import user_frame
@@ -202,6 +202,7 @@ def _of_whole_values(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
     """Of a plain tensor: ``x.data = y`` would take this rank's part of a DTensor."""
     if name == "data" and type(value) is DTensor and torch_functions_on():
+        pass_on(value, x)
         value = cast(DTensor, value.detach()).full_tensor()
     object.__setattr__(x, name, value)
 

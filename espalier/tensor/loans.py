@@ -111,6 +111,12 @@ class HandedOut:
         self.times += 1
         self._aliases = [ref for ref in self._aliases if ref() is not None]
         self._aliases.append(weakref.ref(alias))
+        if type(alias) is DTensor:
+            alias.__dict__["_lent_by"] = weakref.ref(self)
+
+    def drop(self, alias: torch.Tensor) -> None:
+        """It is none any more."""
+        self._aliases = [ref for ref in self._aliases if ref() is not alias]
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -170,6 +176,14 @@ def note_given(x: torch.Tensor) -> None:
     x.__dict__.setdefault("_handed_out", HandedOut()).times += 1
 
 
+def pass_on(alias: torch.Tensor, x: torch.Tensor) -> None:
+    """Note that a tensor is given the data of another, which may be an alias of one's that was handed out."""
+    lender = alias.__dict__.get("_lent_by")
+    handed = None if lender is None else lender()
+    if handed is not None and handed is not x.__dict__.get("_handed_out"):
+        handed.to(x)
+
+
 def forget_moved(x: torch.Tensor) -> None:
     """What was moved of a tensor is out of date, or may be so soon."""
     mesh = x._layout.mesh  # type: ignore[attr-defined]
@@ -187,6 +201,7 @@ def keep_apart(x: torch.Tensor, place: torch.Tensor) -> None:
         for alias in handed.held:
             if _address(alias) == _address(place):
                 alias.data = alias.data.clone()
+                handed.drop(alias)
 
 
 def written_mark(x: torch.Tensor) -> tuple[int, int, int]:

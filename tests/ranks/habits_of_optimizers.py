@@ -170,7 +170,15 @@ def weights_put_aside(lay: Lay) -> list[Any]:
             out += [loss.item(), F.cross_entropy(model(x), y).item()]
         for p, own in zip(model.parameters(), aside, strict=True):
             p.data = own
-    return [*out, *model.parameters()]
+        if step == 0:
+            averages = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):  # exchanged, and back
+            for p, average in zip(model.parameters(), averages, strict=True):
+                p.data, average.data = average.data, p.data
+            with torch.no_grad():
+                out.append(F.cross_entropy(model(x), y).item())
+    model[0].bias.data, model[2].bias.data = model[2].bias.data, model[0].bias.data
+    return [*out, *averages, *model.parameters()]
 
 
 def weights_as_a_vector(lay: Lay) -> list[Any]:

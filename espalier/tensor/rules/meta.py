@@ -18,7 +18,7 @@ from espalier.sharding.spec import bound_to, special, spellings
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
 from espalier.tensor.fallback import stood_for
-from espalier.tensor.loans import StandIn, hand_out, note_given, share
+from espalier.tensor.loans import StandIn, hand_out, note_given, pass_on, share
 from espalier.tensor.saved import saving_places
 from espalier.tensor.told import Telling, as_addends, share_of_addend
 from espalier.tensor.waiting import put_last, wait, waiting_hooks
@@ -131,6 +131,8 @@ def set_data(
             else:
                 x._layout = y._layout
         func(x, y)
+        if type(x) is DTensor:
+            pass_on(args[1], x)
     return None
 
 
