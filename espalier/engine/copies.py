@@ -108,15 +108,24 @@ class Copies:
 
     @contextmanager
     def _modes_of(self, twin: nn.Module, model: nn.Module) -> Iterator[None]:
-        """While open, the model trains or evaluates as its copy does: the stages follow from it."""
+        """While open, the model trains or evaluates as its copy does: the stages follow from it.
+
+        And the copy's parameters need gradients where the model's do: so it was agreed what stages send.
+        """
         before = [(m, m.training) for m in model.modules()]
         for (m, _), own in zip(before, twin.modules(), strict=True):
             m.training = own.training
+        both = zip(parameters_in(twin), parameters_in(model), strict=True)
+        others = [p for p, of_model in both if p.requires_grad is not of_model.requires_grad]
+        for p in others:
+            p.requires_grad_(not p.requires_grad)
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = False
+            for p in others:
+                p.requires_grad_(not p.requires_grad)
             for m, was in before:
                 m.training = was
 

@@ -138,6 +138,7 @@ def averages_of_weights(lay: Lay) -> list[Any]:
             later.update_parameters(model)
         first.update_parameters(model)
         out.append(loss.item())
+    out.append(loss_of(frozen.eval(), step).item())
     for average in (first, later):
         torch.optim.swa_utils.update_bn([batch(step)[0] for step in range(3)], average)
         average.eval()
