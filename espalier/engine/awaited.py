@@ -288,6 +288,7 @@ class Awaited(Kept):
     def _go_back(self, retain_graph: bool | None) -> None:
         calls = with_writes(self, Kept._made_of)
         refuse_written(calls)
+        self._source.stays |= bool(retain_graph)
         of_loss, inputs, made_by = captured(calls), self._source.wanting(), self._source.made_by
         with self._source.together() if made_by else nullcontext():
             self._known, beside = gone_back(self, calls, of_loss, inputs)

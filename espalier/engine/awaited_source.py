@@ -25,7 +25,8 @@ class Source(Protocol):
         device: this rank's.
         keep: makes, or keeps, a call with arguments that come of it: ``(func, args, kwargs)``.
         batch: what the engine was given, if it is one micro-batch of several; else None.
-        is_let_go: whether that may go back.
+        stays: whether losses of it may go back several times.
+        is_let_go: whether one micro-batch of several may go back.
         counts_alike: whether it counts as much as others, whatever its loss is a mean over.
         mean_over: what the loss of that is a mean over, where that was seen.
         has_gone_back: whether a loss made of it has.
@@ -47,6 +48,7 @@ class Source(Protocol):
     share_of_loss: float
     keep: Keep
     batch: Any
+    stays: bool
     is_let_go: bool
     counts_alike: bool
     mean_over: Number

@@ -115,12 +115,13 @@ class ModelRun:
         batch: of which this is to be one micro-batch of several, which pass alone; None: it is not.
 
     Attributes:
+        stays: whether losses of it may go back several times.
         is_let_go: the engine has been asked to let such a one go back.
         counts_alike: of such a one the program makes the loss: it counts as much as others.
         mean_over: of such a one, what its loss is a mean over, once it went back; in the last stage.
     """
 
-    is_let_go = counts_alike = False
+    stays = is_let_go = counts_alike = False
     mean_over: Number = None
 
     def __init__(
@@ -320,10 +321,12 @@ class ModelRun:
                 with torch.no_grad():
                     run.value()
 
+    def _has_run(self) -> bool:
+        return self._value is not None or self._drawn_from is not None or self._buffers is not None
+
     def _is_as_called(self) -> bool:
         """Whether it has not run, and what it computes with is what it was at the call."""
-        has_run = self._value is not None or self._drawn_from is not None or self._buffers is not None
-        if has_run or self._passes.updates != self._updates:
+        if self._has_run() or self._passes.updates != self._updates:
             return False
         try:
             self._refuse_written()
@@ -414,9 +417,14 @@ class ModelRun:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """While open, passes may be made that leave no trace: they draw what the training pass draws."""
+        """While open, passes may be made that leave no trace: they draw what the training pass draws.
+
+        They find what it found, where it is known that there are others.
+        """
         passes, device = self._passes, self._passes.mesh.device()
         drawn, before = states(device), passes.before()
+        if self._buffers is not None:
+            self._buffers.put()
         if self._drawn_from is not None:
             torchs, others = self._drawn_from
             restore(device, torchs)
@@ -537,6 +545,10 @@ class ModelRun:
         """What the model gives, with a graph, as DTensors of all ranks."""
         passes, mesh = self._passes, self._passes.mesh
         self.lay_out()
+        self._let_earlier_run()
+        if self._trains and self._changes and not self._has_run():  # what it leaves, later calls find
+            with torch.no_grad():
+                self.value()
         inputs = replaced(self._inputs, stand, mesh)
         with self._untouched(), self._as_called(), passes.call.autocast():
             return whole_output(passes.call.module, passes.everywhere, mesh, inputs)
@@ -669,6 +681,8 @@ class ModelRun:
             gone = self._untouched()
         elif self._buffers is not None:
             gone = self._again()
+        elif self.stays and self._trains and self._changes:
+            self._buffers = passes.before()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:

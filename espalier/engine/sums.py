@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,6 +111,9 @@ class Sum(Awaited):
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
     def _go_back(self, retain_graph: bool | None) -> None:
+        of_calls = Counter(term.loss._source for term in self._terms if term.loss is not None)
+        for source, times in of_calls.items():
+            source.stays |= times > 1
         with self._source.together():
             ends = [term.backward(retain_graph) for term in self._terms]
             factors = [end for end in ends if end is not None]

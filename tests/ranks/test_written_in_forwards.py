@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import espalier
 from espalier.parallel.compose import UndividedWarning
@@ -172,10 +173,25 @@ def test_collectives_and_ranks_in_forwards(ranks: Any) -> None:
     ranks(2, gathering)
 
 
+class Centred(nn.Linear):
+    """Adds a mean of what it was given so far."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return super().forward(x + self.mean)
+
+
 class Critic(nn.Module):
+    """What it gives hangs on what its calls before have left in buffers."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.layers = nn.ModuleList([nn.Linear(6, 6), Centred(), nn.Linear(6, 6), Centred()])
+        spectral_norm(self.layers[2])
         self.out = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +205,7 @@ def penalised(lay: Callable[..., Any], together: bool) -> list[Any]:
     """WGAN-GP, and R1: in one loss, or going back one after the other."""
     torch.manual_seed(0)
     model: Any = Critic().double()
-    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.01))
     seen: list[Any] = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -204,13 +220,13 @@ def penalised(lay: Callable[..., Any], together: bool) -> list[Any]:
         of_real = model(real)
         (of_first,) = torch.autograd.grad(of_real.sum(), real, create_graph=True)
         r1 = of_first.square().sum(1).mean()
-        losses = [model(fake).mean() - of_real.mean(), 10 * penalty, 0.5 * r1]
+        losses = [model(fake).mean() - of_real.mean(), 10 * penalty, 0.5 * r1, of_real.square().mean()]
         optimizer.zero_grad()
         for loss in [sum(losses)] if together else losses:
             loss.backward(retain_graph=True)
         optimizer.step()
         seen += [penalty.item(), r1.item(), real.grad]
-    return [*seen, *model.parameters()]
+    return [*seen, *model.parameters(), *model.buffers()]
 
 
 def penalties(rank: int, world: int, plan: dict[str, Any]) -> None:
