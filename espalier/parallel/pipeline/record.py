@@ -19,6 +19,7 @@ from espalier.blocks import named_parameters_in
 from espalier.layout import Layout
 from espalier.parallel.pipeline.observed import Observed
 from espalier.tensor import DTensor, full_tensor, recorder, stamp
+from espalier.tensor.before import is_of_torch
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.dtensor import full_value, is_sparse, layout_of
@@ -280,6 +281,17 @@ class Trace:
             calls_around.append(self.calls[number])
             number = self.calls[number].parent
         return calls_around[::-1]
+
+    def made(self, call: ModuleCall, module: nn.Module, out: Any, ref: Callable[[Any], Any]) -> Any:
+        """What a module gives in a call that ends now; if it is what it was given, as it is, a view of that.
+
+        Else no stage would have something to do in the call, and make it: the next time it may do something.
+        """
+        is_own = isinstance(out, torch.Tensor) and call.name and not is_of_torch(module)
+        if not is_own or any(not op.local for op in self.ops[call.start :]):
+            return out
+        given = {x.number for x in leaves((call.args, call.kwargs), Ref)}
+        return out.view_as(out) if ref(out).number in given else out
 
     def where(self, op: int) -> str:
         """In words, the module in whose forward an operation is called."""

@@ -376,7 +376,7 @@ class _Recorder(TorchFunctionMode):
         self._watch_python()
         call = self._begin(name, args, kwargs)
         try:
-            out = go(module, *args, **kwargs)
+            out = t.made(call, module, go(module, *args, **kwargs), self.ref)
             call.out, call.end = mapped(self.ref, out), len(t.ops)
             return out
         except (_Hidden, *_HIDDEN) as error:
