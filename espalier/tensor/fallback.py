@@ -644,6 +644,8 @@ def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: A
     inputs lies in their gradient layouts, within the recomputation as without.
     """
     layouts = layouts_of(args)
+    for layout in filter(None, layouts):
+        layout.mesh.nests = True
     left: list[Layout | None] = []
 
     def local(*inputs: Any) -> Any:

@@ -77,6 +77,7 @@ class Gradients:
         self._is_whole = True  # the pass that began last makes the gradient whole
         self.unannounced: Callable[[bool], None] | None = None
         self._looks_ahead = False
+        self._come_again: bool | None = None  # gradients, in passes with others within; None: not known yet
         self.shared: Set[int] = frozenset()
         self.without: set[int] = set()
         self._had: set[int] = set()  # parameters with a gradient when this pass began
@@ -244,6 +245,8 @@ class Gradients:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
             return
+        if self.mesh.nests and self._come_again is not False:
+            return
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
 
@@ -285,10 +288,27 @@ class Gradients:
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
+        if self.mesh.nests:
+            self._see_nested()
         if self._sending:
             while self._next < len(self.chunks):
                 self._send(self.chunks[self._next])
         self._is_open = False
+
+    def _see_nested(self) -> None:
+        """Know whether gradients come several times in a pass: of each backward pass within it.
+
+        Raises:
+            RuntimeError: one has come after what there was of it was sent.
+        """
+        again = any(len(chunk.came) > len(chunk.members) for chunk in self.chunks)
+        if again and self._sending and self._come_again is False:
+            raise RuntimeError(
+                "A parameter is used in several blocks that are computed again by reentrant checkpointing, "
+                "and was not in the first backward pass: parts of its gradient were sent before all had "
+                "come. Write checkpoint(..., use_reentrant=False)."
+            )
+        self._come_again = bool(self._come_again) or again
 
     @property
     def is_idle(self) -> bool:
