@@ -110,6 +110,10 @@ def case(name: str) -> Case:
         from tests.zoo import drawn
 
         return drawn.case(int(own))
+    if group == "wide":
+        from tests.zoo import drawn_widely
+
+        return drawn_widely.case(int(own))
     if group == "named":
         from tests.zoo import named
 

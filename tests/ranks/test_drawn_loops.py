@@ -1,0 +1,83 @@
+"""Loops drawn by lot, around models drawn by lot, under plans drawn by lot, against one process in float64.
+
+Each seed draws all three (``tests/zoo/drawn_loops.py``): every number that the loop gives is that of plain
+torch, or the plan is refused with words that say what to do. ``ESPALIER_SWEEP=300`` in the environment draws
+300 more.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import espalier
+from tests.asked import ASKED
+from tests.pool import RankError
+from tests.ranks.habits import TOLERANCE, as_it_is
+from tests.zoo.drawn_loops import Loop, plan
+from tests.zoo.train import LOOSEST, MARGIN, TrialError, Verdict, apart, refusal_or_failure
+
+FOUND = (32, 39)  # ended otherwise once
+SEEDS = [*range(6), *FOUND, *range(2000, 2000 + ASKED)]
+
+
+def flat(values: list[Any]) -> torch.Tensor:
+    """All numbers, none of which is far greater than one."""
+    return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().double().flatten() for v in values])
+
+
+def compared(rank: int, world: int, seed: int, plan: dict[str, Any], folder: str) -> Verdict:
+    """The loop on plain torch and by a plan.
+
+    Raises:
+        TrialError: it ended with an error.
+    """
+    loop, before = Loop(seed), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                right = flat(loop.run(as_it_is))
+                rounding = apart(flat(loop.run(as_it_is, off=1e-15)), right)
+            except Exception as error:
+                return Verdict("unfit", f"{type(error).__name__}: {error}"[:300])
+            if not (rounding < LOOSEST and math.isfinite(right.abs().max())):
+                return Verdict("unfit", f"a change of 1e-15 of its parameters makes one of {rounding:.1e}")
+            try:
+                found = flat(loop.run(partial(espalier.prepare, plan=plan), folder))
+            except Exception as error:
+                raise TrialError(refusal_or_failure(error)) from None
+    finally:
+        torch.set_default_dtype(before)
+    if (gap := apart(found, right)) < max(TOLERANCE, MARGIN * rounding):
+        return Verdict("exact")
+    at = (
+        int((found - right).abs().nan_to_num(nan=math.inf).gt(TOLERANCE).nonzero()[0])
+        if len(found) == len(right)
+        else -1
+    )
+    return Verdict("wrong", f"apart by {gap:.1e}, at first in number {at}")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_loop(ranks: Any, seed: int, tmp_path: Path) -> None:
+    try:
+        found = ranks(2, compared, seed, plan(seed), str(tmp_path), timeout=240.0)[0]
+    except RankError as error:
+        if not isinstance(error.original, TrialError):
+            raise
+        found = error.original.verdict
+    said = f"{Loop(seed).said} under {plan(seed)}: {found}"
+    assert found.end in ("exact", "refused", "unfit"), said
+    if found.end == "refused":
+        assert found.says_what_to_do, said
+    if found.end != "exact":
+        pytest.skip(said)
