@@ -307,10 +307,12 @@ class Deep(nn.Module):
 
 
 def test_a_forward_that_leaves_out_where_a_stage_begins() -> None:
-    division = split(Deep(), 2, (torch.ones(4, 8), 3), cuts=("blocks.1",))
-    assert len(division.at((torch.ones(4, 8), 2)).stages) == 2
-    with pytest.raises(SplitError, match=r"begin at 'blocks.1', which the model's forward does not call"):
-        division.at((torch.ones(4, 8), 1))
+    """Stages have the weights that they had, and the last one of a shallow pass none."""
+    model, x = Deep(), torch.randn(4, 8)
+    division = split(model, 2, (x, 3), cuts=("blocks.1",))
+    for depth in (2, 1):
+        equal(model, (x, depth), other := division.at((x, depth)))
+        assert [len(stage.parameters()) for stage in other.stages] == [2, 2 * (depth - 1)]
 
 
 def test_what_is_given_as_it_is_belongs_to_the_last_stage() -> None:
