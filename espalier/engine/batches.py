@@ -248,8 +248,9 @@ class Batches:
         dim = cut.pop() if is_cut else 0
         assert isinstance(dim, int)
         each, odd = divmod(layout.shape[dim], max(size, 1))  # a batch's rows may have become several each
-        has_rows = size > 0 and each > 0 and not odd and (each == 1 or is_cut)
+        has_rows = size > 0 and each > 0 and not odd
         views = _batches_in(layout.shape[dim], size, mesh.put_together) if has_rows and each > 1 else 1
+        has_rows &= each == 1 or is_cut or views > 1
         if views > 1:  # this rank has its rows of each
             each //= views
             x, dim = x.unflatten(dim, (views, size * each)), dim + 1

@@ -194,6 +194,7 @@ class Views(nn.Module):
             tokens.flatten(0, 1),
             torch.cat((tokens.reshape(-1, 3), tokens.reshape(-1, 3) + 1)),
             by_view.tanh().reshape(-1, 3),
+            first.repeat(4, 1).sin(),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -321,12 +322,31 @@ def broadcast_to(x: Operand, size: Any) -> Spec:
 
 @rule("repeat", loose=True)
 def repeat(x: Operand, *counts: Any, repeats: Any = ()) -> Spec:
-    """Tiled: dims repeated once may be sharded."""
+    """Tiled: dims repeated once may be sharded, and one of the others, whose copies are put together."""
     times = sizes(counts or repeats)
     skip = len(times) - x.ndim
-    dims = tuple(d if times[i + skip] == 1 else None for i, d in enumerate(x.dims()))
+    several = [i for i in range(x.ndim) if times[i + skip] > 1 and x.layout.cuts[i]]
+    at = several[0] if len(several) == 1 else None
+    dims = tuple(d if times[i + skip] == 1 or i == at else None for i, d in enumerate(x.dims()))
     shape = [n * (x.shape[i - skip] if i >= skip else 1) for i, n in enumerate(times)]
-    return linear_view(x, dims, (*(None,) * skip, *dims), shape)
+    spec = linear_view(x, dims, (*(None,) * skip, *dims), shape)
+    if at is not None:
+        spec.tail, spec.run = None, partial(_copies_of_rows, at, at + skip)
+    return spec
+
+
+def _copies_of_rows(
+    at: int, j: int, func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed
+) -> torch.Tensor:
+    """Copies one after the other of a dim that is cut: a rank has stretches of each, which change places."""
+    copies, src, out = func(*args, **kwargs), placed.ins[0], placed.outs[0]
+    if not placed.axes_of(out, (j,)):
+        return copies
+    n, times = src.shape[at], out.shape[j] // src.shape[at]
+    have = [tuple((i * n + a, i * n + b) for i in range(times)) for ((a, b),) in spans_of(src, at)]
+    if not out.mesh.rows.isdisjoint(out.cuts[j]):
+        out.mesh.put_together.setdefault(out.shape[j], (n,) * times)
+    return exchange(copies, out.mesh, out.cuts[j], j, have, spans_of(out, j))
 
 
 @rule("repeat_interleave", loose=True)
