@@ -26,6 +26,7 @@ from espalier.mesh.mesh import group_among
 from espalier.mesh.process import World, running_size
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
+from espalier.parallel.tensor.tables import unstyled
 from espalier.tensor.observers import user_frame
 from espalier.texts import refuse
 
@@ -211,6 +212,36 @@ def noted_engine(model: nn.Module) -> Engine | None:
     return None if note is None else note.engine()
 
 
+def axis_of_styles(
+    owner: str,
+    module: nn.Module,
+    said: Mapping[str, Any],
+    more: Plan | Mapping[str, Any] | None,
+    mesh_of: Callable[[Plan], Mesh | None],
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """What a program says of a plan, and of layouts, with what ``parallelize_module`` has done to its module.
+
+    Raises:
+        MistakeError: the axis that it cut along is not the innermost.
+    """
+    meshes, layouts, cuts_sequences = unstyled(module)
+    if not meshes:
+        return dict(said), None
+    along = meshes[0]
+    said = {
+        **said,
+        "tensor": along.size(),
+        "sequence_parallel": cuts_sequences and along.size() > 1,
+    }
+    plan = plan_for_world(said, more)
+    inner = (mesh_of(plan) or Mesh.from_env(plan.axes)).ranks
+    first = along.ranks[0] // along.size() * along.size()
+    if any(mesh.ranks != inner[first : first + along.size()] for mesh in meshes):
+        expected = "expected the mesh's last axis: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        refuse(owner, [("parallelize_module", ", ".join(map(repr, meshes)), expected)])
+    return said, layouts
+
+
 class LateModule(EngineModule):
     """A module that makes its engine when it is first called: by then the program has said all, and has made
     its optimizer.
@@ -255,6 +286,9 @@ class LateModule(EngineModule):
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
                 self.said |= getattr(optimizer, "asks_for", {})
+            name = type(self).__name__
+            self.said, layouts = axis_of_styles(name, self.module, self.said, self.more, self._mesh_of)
+            self.layouts = self.layouts if layouts is None else layouts
             plan = plan_for_world(self.said, self.more)
             mesh = self._mesh_of(plan) if world_size() > 1 else None
             self._made = initialize(self.module, optimizer, plan, mesh=mesh, layouts=self.layouts)

@@ -22,10 +22,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 
 import espalier
-from espalier.compat.torch import fsdp
+from espalier.compat.torch import DistributedDataParallel, fsdp
 
-TORCHS = SimpleNamespace(fsdp=torch_fsdp, tensor=torch_tensor, parallel=torch_parallel)
-OURS = SimpleNamespace(fsdp=fsdp, tensor=espalier, parallel=espalier)
+TORCHS = SimpleNamespace(
+    fsdp=torch_fsdp, tensor=torch_tensor, parallel=torch_parallel, ddp=nn.parallel.DistributedDataParallel
+)
+OURS = SimpleNamespace(fsdp=fsdp, tensor=espalier, parallel=espalier, ddp=DistributedDataParallel)
 WHOLE = state_dict.StateDictOptions(full_state_dict=True)
 
 
@@ -188,6 +190,22 @@ def sent(of: Any, rank: int, world: int) -> list[Any]:
         warnings.simplefilter("ignore", UserWarning)  # torch calls what it deprecates
         state_dict.set_model_state_dict(model, states if rank == 0 else {}, options=options)
     return trained(model, rank)
+
+
+def copied_before(of: Any, rank: int, world: int) -> list[Any]:
+    """Ranks that drew weights of their own, and average them from before the first call on."""
+    model = plain()
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * rank)
+    model = of.ddp(model)
+    average = copy.deepcopy(model.module)
+    told = trained(model, rank)
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.module.parameters(), strict=True):
+            mean.lerp_(p, 0.1)
+    return [*told, average.flags, *map(whole, average.parameters())]
 
 
 def drawn(rank: int, world: int) -> None:
@@ -394,7 +412,7 @@ def scripts(rank: int, world: int) -> None:
         both(program, rank, world)
     for program in (by_a_method, called_beside_the_model, within_a_plain_model):
         both(program, rank, world)
-    for program in (asked_on_one_rank, saved):
+    for program in (asked_on_one_rank, saved, copied_before):
         both(program, rank, world)
     in_micro_batches(rank, world)
     drawn(rank, world)
@@ -413,8 +431,8 @@ def both_hybrid(rank: int, world: int) -> None:
     both(hybrid, rank, world)
 
 
-def on_two_axes(of: Any, rank: int, world: int) -> list[Any]:
-    """Layers cut by styles, and sharded along the other axis; rows are those of the first."""
+def styled(of: Any) -> tuple[Any, Any]:
+    """A model with layers cut by styles along one axis, and the mesh."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, shard, whole_ = plain(), of.tensor.Shard, of.tensor.Replicate()
     of.parallel.parallelize_module(
@@ -431,11 +449,20 @@ def on_two_axes(of: Any, rank: int, world: int) -> list[Any]:
             "head": of.parallel.ColwiseParallel(input_layouts=shard(1), output_layouts=whole_),
         },
     )
+    return model, mesh
+
+
+def on_two_axes(of: Any, rank: int, world: int) -> list[Any]:
+    """Sharded along the other axis, whose rows are a rank's."""
+    model, mesh = styled(of)
     return trained(sharded(of, model, mesh=mesh["dp"]), rank // 2)
 
 
 def both_on_two_axes(rank: int, world: int) -> None:
-    both(on_two_axes, rank, world)
+    told = both(on_two_axes, rank, world)
+    model, mesh = styled(OURS)
+    wrapped = fsdp.FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=True)
+    torch.testing.assert_close(trained(wrapped, rank // 2), told, rtol=0, atol=1e-12)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     model = plain()
     espalier.parallelize_module(model, mesh["tp"], {"head": espalier.ColwiseParallel()})

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from espalier.comm.control import gather_objects
 from espalier.compat.common import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
 from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
+from espalier.tensor import DTensor
 from espalier.texts import refuse
 from espalier.torch_private import current_graph_task_id
 
@@ -84,6 +86,7 @@ class DataParallel(_Prefixed):
             torch.set_rng_state(
                 gather_objects(torch.get_rng_state(), Mesh.from_env(plan_for_world({}, plan).axes))[0]
             )
+            take_first_values(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the whole batch."""
@@ -106,15 +109,16 @@ _HOOKS: Mapping[str, str | None] = MappingProxyType(
 class DistributedDataParallel(_Prefixed):
     """As ``torch.nn.parallel.DistributedDataParallel``: each rank gives its rows, and gets theirs.
 
-    Gradients are those of the mean of the ranks' losses. The model is laid out at the first call, with rank
-    0's parameters. Batch norm sees the whole batch.
+    Gradients are those of the mean of the ranks' losses. Parameters and buffers are rank 0's from the start;
+    the model is laid out at the first call. Batch norm sees the whole batch.
 
     Args:
         bucket_cap_mb: ``Plan(chunk_megabytes=...)``.
         mixed_precision: ``Plan(precision=...)``.
         device_mesh: of one axis.
         process_group: all of the world; around a pipeline's stage, the ranks that have the same.
-        device_ids, output_device, broadcast_buffers, init_sync, find_unused_parameters, check_reduction,
+        init_sync: whether parameters and buffers are rank 0's before the first call, too.
+        device_ids, output_device, broadcast_buffers, find_unused_parameters, check_reduction,
         gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params, batched_grad_copy,
         forward_sync_buffers, lazy_bucket_allocation: no effect: parameters and buffers are in step, unused
         parameters are seen, and chunks of gradients are there as long as they are needed.
@@ -179,6 +183,8 @@ class DistributedDataParallel(_Prefixed):
         self.mistakes += of_group(process_group)
         self.device_ids, self.output_device = device_ids, output_device
         self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
+        if init_sync:
+            take_first_values(module, process_group)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """In which dtype gradients travel, by one of torch's stock hooks.
@@ -237,6 +243,31 @@ def take_hook(module: LateModule, hook: Callable[..., Any]) -> None:
         refuse(owner, [("hook", name, "register it before the first call")])
     if (dtype := _HOOKS[name]) is not None:
         module.said["precision"] = {**module.said.get("precision", {}), "reduce": dtype}
+
+
+def take_first_values(module: nn.Module, group: Any = None) -> None:
+    """Let parameters and buffers be those of a group's first rank: programs copy them before the first call.
+
+    A collective, where the program has process groups. Ranks whose modules differ keep what they have.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) < 2:
+        return
+    values = [
+        x.detach()
+        for x in (*module.parameters(), *module.buffers())
+        if not (isinstance(x, DTensor) or is_lazy(x)) and x.layout == torch.strided
+    ]
+    kinds = [(tuple(x.shape), str(x.dtype), x.is_meta) for x in values]
+    of_all: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, kinds, group=group)
+    if any(kinds != of_all[0] for kinds in of_all):
+        return  # which the engine tells, where it lays them out together
+    first = dist.get_process_group_ranks(group)[0]
+    for x in values:
+        if x.numel() and not x.is_meta:
+            sent = x.contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), first, group=group)
+            x.copy_(sent)
 
 
 def refuse_within_backward(owner: str) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 from espalier.blocks import parameters_in
 from espalier.comm.control import any_says
-from espalier.compat.common import LateModule, plan_for_world, precision_of, world_size
+from espalier.compat.common import LateModule, axis_of_styles, plan_for_world, precision_of, world_size
 from espalier.compat.torch.cut_parameters import (
     OWNER,
     cut_all,
@@ -40,7 +40,6 @@ from espalier.mesh import Mesh
 from espalier.mesh.mesh import as_mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
-from espalier.parallel.tensor.tables import unstyled
 from espalier.tensor import DTensor
 from espalier.tensor.loans import Written
 from espalier.tensor.observers import user_frame
@@ -341,25 +340,6 @@ class _Fully:
         cut = Replicate() if dim is None else Shard(dim)
         return Layout(mesh, [*[Replicate()] * (mesh.ndim - 1), cut], tuple(p.shape))
 
-    def _tensor_axis(self, module: nn.Module) -> dict[str, str] | None:
-        """Let what ``parallelize_module`` has done be the plan's; the layouts that it said.
-
-        Raises:
-            MistakeError: the axis that it cut along is not the innermost.
-        """
-        meshes, layouts, cuts_sequences = unstyled(module)
-        if not meshes:
-            return None
-        along = meshes[0]
-        said = {"tensor": along.size(), "sequence_parallel": cuts_sequences and along.size() > 1}
-        self.said = {**self.said, **said}
-        inner = mesh_of(plan_for_world(self.said, self._plan)).ranks
-        first = along.ranks[0] // along.size() * along.size()
-        if any(mesh.ranks != inner[first : first + along.size()] for mesh in meshes):
-            expected = "expected the mesh's last axis: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
-            refuse("fully_shard", [("parallelize_module", ", ".join(map(repr, meshes)), expected)])
-        return layouts
-
     def _settle_early(self, module: nn.Module) -> None:
         """Have all ranks go on with parameters that are cut, if a program has asked of some on any rank."""
         mesh = mesh_of(plan_for_world(self.said, self._plan))
@@ -374,7 +354,7 @@ class _Fully:
 
     def engine(self, module: Any) -> Engine:
         if self._made is None:
-            layouts = self._tensor_axis(module)
+            self.said, layouts = axis_of_styles("fully_shard", module, self.said, self._plan, mesh_of)
             self._settle_early(module)
             for p in parameters_in(module):
                 vars(p).pop(OWNER, None)

@@ -355,7 +355,7 @@ def unstyled(model: nn.Module) -> tuple[list[Mesh], dict[str, str], bool]:
         for style, mesh, hooks in vars(module).pop(_STYLED, ()):
             if type(style) not in _OF_TORCH:
                 raise ValueError(
-                    f"{name}: {type(style).__name__} is a style of its own, and fully_shard's engine lays "
+                    f"{name}: {type(style).__name__} is a style of its own, and the wrapper's engine lays "
                     "the model out on all axes. Leave parallelize_module out, and say "
                     "fully_shard(model, plan={'tensor': n})."
                 )
