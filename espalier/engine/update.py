@@ -175,7 +175,8 @@ def _refuse_of_two_models(
             raise ValueError(
                 f"{type(part).__name__} holds parameters of two models ({a} and {b}), each of which is "
                 "prepared by itself. Put them into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that "
-                "with the optimizer, and call its parts, both['a'](x); or give each an optimizer of its own."
+                "with the optimizer, and call its parts, both['a'](x) (behind DistributedDataParallel: wrap "
+                "one module, whose forward calls both); or give each an optimizer of its own."
             )
 
 

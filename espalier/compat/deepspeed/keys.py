@@ -96,7 +96,13 @@ _TABLE: Final = (
         type=(str, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or one of torch's"),
         params=(Named, "its arguments, unknown ones refused"),
     ),
-    *_yes("", gradient_clipping=(Number, "`Plan(clip=)`; 0 is none, and 1.0 where it is left out, as there")),
+    *_yes(
+        "",
+        gradient_clipping=(
+            Number,
+            "`Plan(clip=)`; 0 is none, and 1.0 where it is left out, as there (older releases of it: 0)",
+        ),
+    ),
     *_idle("", "any optimizer is exact under each stage", "zero_allow_untested_optimizer"),
     *_idle("", "any optimizer updates where its states lie, on the host too", "zero_force_ds_cpu_optimizer"),
     # ---- precision
