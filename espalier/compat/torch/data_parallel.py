@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from espalier.comm.control import gather_objects
 from espalier.compat.common import LateModule, plan_for_world, precision_of, tell_of_ranks, world_size
+from espalier.device import accelerator, backend_of, current
 from espalier.engine.states import whole_states
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
@@ -265,7 +266,8 @@ def take_first_values(module: nn.Module, group: Any = None) -> None:
     first = dist.get_process_group_ranks(group)[0]
     for x in values:
         if x.numel() and not x.is_meta:
-            sent = x.contiguous()
+            travels = backend_of(x.device.type, group) is not None
+            sent = x.contiguous().to(x.device if travels else current(accelerator() or "cpu"))
             dist.broadcast(sent.view(-1).view(torch.uint8), first, group=group)
             x.copy_(sent)
 
