@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import handle_torch_function
@@ -35,6 +35,7 @@ from espalier.torch_private import (
     keeps_graph,
     let_traces_pass_saving_hooks,
     memory_id,
+    neg_view,
     passed_over,
     raw,
     saved_tensors_hooks,
@@ -137,17 +138,36 @@ def hold(shard: torch.Tensor, full: torch.Tensor, src: Layout, dst: Layout) -> S
     return Shard(shard, full, src, dst)
 
 
+class _Marks(NamedTuple):
+    """What a lazy view does to the numbers in memory (``x.conj()``, ``x.conj().imag``)."""
+
+    conjugates: bool
+    negates: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Marks:
+        return cls(x.is_conj(), x.is_neg())
+
+    def put_on(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.conj() if self.conjugates != x.is_conj() else x
+        return neg_view(x) if self.negates != x.is_neg() else x
+
+
 class _View:
     def __init__(self, source: Shard, seen: torch.Tensor) -> None:
         self.source = source
         self.geometry = (seen.shape, seen.stride(), seen.storage_offset())
-        self._in_order = seen.is_contiguous()
+        self._in_order, self._dtype, self._marks = seen.is_contiguous(), seen.dtype, _Marks.of(seen)
 
     def get(self) -> torch.Tensor:
         (shape, stride, offset), full = self.geometry, self.source.get()
-        if self._in_order and full.is_contiguous() and full.numel() == shape.numel():
-            return full.view(shape)  # which tells a compiler more
-        return full.as_strided(shape, stride, offset)
+        if full.dtype is not self._dtype:  # numbers seen as pairs, or pairs as numbers
+            full = full.new_empty(0, dtype=self._dtype).set_(full.untyped_storage(), offset, shape, stride)
+        elif self._in_order and full.is_contiguous() and full.numel() == shape.numel():
+            full = full.view(shape)  # which tells a compiler more
+        else:
+            full = full.as_strided(shape, stride, offset)
+        return self._marks.put_on(full)
 
 
 class Outer:
@@ -237,12 +257,12 @@ class _Emptied:
 
     def __init__(self, memory: Any, x: torch.Tensor) -> None:
         self._memory, self._dtype, self._device = memory, x.dtype, x.device
-        self._geometry = x.storage_offset(), tuple(x.shape), x.stride()
+        self._geometry, self._marks = (x.storage_offset(), tuple(x.shape), x.stride()), _Marks.of(x)
 
     def get(self) -> torch.Tensor:
         self._memory.bring()
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
-        return empty.set_(self._memory.storage, *self._geometry)
+        return self._marks.put_on(empty.set_(self._memory.storage, *self._geometry))
 
 
 def _place_of(emptied: Mapping[int, Any], x: torch.Tensor) -> torch.Tensor | _Emptied:
