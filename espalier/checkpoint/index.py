@@ -135,8 +135,7 @@ class Index:
             if elements != size:
                 raise CheckpointError(
                     f"Of {name}, {list(entry.info.shape)}, {elements:,} elements are in the checkpoint "
-                    "instead "
-                    f"of {size:,}."
+                    f"instead of {size:,}."
                 )
 
     # ---- as JSON

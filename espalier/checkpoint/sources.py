@@ -488,8 +488,7 @@ def read_value(path: Path, offset: int, length: int) -> Any:
         if len(stored_bytes) < length:
             raise FormatError(
                 f"{path} ends at byte {offset + len(stored_bytes):,}, expected {offset + length:,}: it is "
-                "cut off. "
-                "Use another copy."
+                "cut off. Use another copy."
             )
         return torch.load(io.BytesIO(stored_bytes), map_location="cpu", weights_only=True)
 

@@ -99,8 +99,7 @@ def _coordinate(source: int | Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     ):
         raise ValueError(
             f"src_data_rank={source}: no rank of {mesh!r} has the coordinate {tuple(coordinate)}. A number "
-            "is the "
-            "coordinate on every axis; a sequence holds one for each."
+            "is the coordinate on every axis; a sequence holds one for each."
         )
     return tuple(coordinate)
 

@@ -167,9 +167,8 @@ __getattr__ = or_absent(
         "constants launch launcher_helper multinode_runner parse_args fetch_hostfile parse_node_config "
         "parse_node_config_list parse_resource_filter parse_inclusion_exclusion apply_num_nodes_and_gpus "
         "encode_world_info run_autotuning": (
-            "espalier run, or python -m espalier.compat.deepspeed, starts ranks; several machines are "
-            "told by "
-            "--num_nodes, --node_rank, --master_addr"
+            "espalier run, or python -m espalier.compat.deepspeed, starts ranks; several machines are told "
+            "by --num_nodes, --node_rank, --master_addr"
         )
     },
     elsewhere={"runner": __name__},

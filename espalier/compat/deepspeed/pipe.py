@@ -216,8 +216,7 @@ class PipelineModule(nn.Module):
             if rest:
                 raise ValueError(
                     f"PipelineModule(num_stages={self.num_stages}): expected a divisor of the number of "
-                    f"ranks, "
-                    f"of which there are {running_size()}."
+                    f"ranks, of which there are {running_size()}."
                 )
             self._topology = PipeDataParallelTopology(self.num_stages, copies)
         return self._topology

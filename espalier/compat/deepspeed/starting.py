@@ -164,7 +164,6 @@ def with_tensor_axis(tables: dict[str, Any], model: nn.Module) -> dict[str, Any]
     if section.get("autotp_size") not in (None, 0, size):
         raise ValueError(
             f"tensor_parallel.autotp_size = {section['autotp_size']} of the configuration, and {said} is "
-            f"{size}: "
-            "expected the same."
+            f"{size}: expected the same."
         )
     return {**tables, "tensor_parallel": {**section, "autotp_size": size}}

@@ -425,8 +425,7 @@ class Divided:
             if shared[s] > 1:
                 raise SplitError(
                     "Two views of one tensor cross into a stage that writes to one of them in place, which "
-                    "the other "
-                    "would not see. Write x = x + y in place of x += y there, or cut elsewhere."
+                    "the other would not see. Write x = x + y in place of x += y there, or cut elsewhere."
                 )
 
     def written_in(self, stage: int) -> set[int]:
@@ -489,10 +488,8 @@ def refuse_lost(
             kind, name = own_sources[s]
             raise SplitError(
                 f"{name_of(op.func)} in {trace.where(unit.start)}, which is divided among stages, writes to "
-                "the "
-                f"{kind} {name!r}: each stage would have another one. Give cuts at modules outside of it, or "
-                "let "
-                "a module that lies in one stage do it."
+                f"the {kind} {name!r}: each stage would have another one. Give cuts at modules outside of "
+                "it, or let a module that lies in one stage do it."
             )
 
 
@@ -506,14 +503,13 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
             if outside and n not in numbers:
                 raise SplitError(
                     f"{call.name!r} uses a tensor of the shape {list(value.tensor.shape)} that was made "
-                    "outside "
-                    "of it and is none of its arguments. A stage hands modules their arguments: pass it as "
-                    "one."
+                    "outside of it and is none of its arguments. A stage hands modules their arguments: pass "
+                    "it as one."
                 )
     for x in leaves((call.args, call.kwargs)):
         if not isinstance(x, PLAIN) and holds_tensors(x):
             raise SplitError(
                 f"{call.name!r} is given a {type(x).__name__} that holds tensors, which cannot travel "
-                "between "
-                "stages. Pass the tensors themselves; for a cache of keys and values, use_cache=False."
+                "between stages. Pass the tensors themselves; for a cache of keys and values, "
+                "use_cache=False."
             )

@@ -337,8 +337,7 @@ class _Recorder(TorchFunctionMode):
             if x.requires_grad:
                 raise SplitError(
                     f"A tensor of the shape {list(x.shape)} is used that requires gradients and is no "
-                    "parameter of "
-                    "the model. Make it one (nn.Parameter), so that a stage can hold it."
+                    "parameter of the model. Make it one (nn.Parameter), so that a stage can hold it."
                 )
             self._add(x, ("constant", None), True, False)
         return Ref(self._known[id(x)])
@@ -436,10 +435,8 @@ class _Recorder(TorchFunctionMode):
         return ValuesError(
             name,
             f"{type(self.model).__name__} cannot be split: the forward of {name or 'the model'!r}, which is "
-            "to be "
-            f"divided among stages, depends on the values of activations or parameters ({said}). Move this "
-            "part "
-            "into a module of its own, which then lies in one stage, or decide it from the batch.",
+            f"to be divided among stages, depends on the values of activations or parameters ({said}). Move "
+            "this part into a module of its own, which then lies in one stage, or decide it from the batch.",
         )
 
     def _forget(self, mark: tuple[int, int, int]) -> None:

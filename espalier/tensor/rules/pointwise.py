@@ -444,8 +444,8 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
             if written:
                 raise ValueError(
                     f"An optimizer writes to a tensor that lies as {layout!r} beside one that lies as "
-                    f"{lay!r}; "
-                    "element by element both must lie alike, and none be Partial. Redistribute it first."
+                    f"{lay!r}; element by element both must lie alike, and none be Partial. Redistribute it "
+                    "first."
                 )
             x = move(x, layout, lay)
         out.append(x)
