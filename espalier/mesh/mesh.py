@@ -66,8 +66,8 @@ class Mesh:
             views, say), by how long that is.
         sums_at_once: whether it is a program's loop that computes with what a model gave (see
             ``espalier.tensor.told``).
-        nests: whether backward passes on it make others within them (reentrant checkpoints): parameters may
-            have gradients of each.
+        nests: how often a backward pass on it was to make another within itself (reentrant checkpoints), of
+            each of which parameters may have gradients.
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
             all ranks, copies too.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
@@ -131,7 +131,7 @@ class Mesh:
         self.asked: Any = None
         self.rows: frozenset[int] = frozenset()
         self.put_together: dict[int, tuple[int, ...]] = {}
-        self.sums_at_once = self.nests = False
+        self.sums_at_once, self.nests = False, 0
         self.is_alike = False
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)

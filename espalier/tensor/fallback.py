@@ -645,7 +645,7 @@ def checkpointed(original: Apply, cls: Any, run: Callable[..., Any], preserve: A
     """
     layouts = layouts_of(args)
     for layout in filter(None, layouts):
-        layout.mesh.nests = True
+        layout.mesh.nests += 1
     left: list[Layout | None] = []
 
     def local(*inputs: Any) -> Any:

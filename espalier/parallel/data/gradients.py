@@ -78,6 +78,7 @@ class Gradients:
         self.unannounced: Callable[[bool], None] | None = None
         self._looks_ahead = False
         self._come_again: bool | None = None  # gradients, in passes with others within; None: not known yet
+        self._nested = mesh.nests  # before this pass
         self.shared: Set[int] = frozenset()
         self.without: set[int] = set()
         self._had: set[int] = set()  # parameters with a gradient when this pass began
@@ -245,7 +246,7 @@ class Gradients:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
             return
-        if self.mesh.nests and self._come_again is not False:
+        if self._come_again or (self._come_again is None and self.mesh.nests != self._nested):
             return
         while self._next < len(self.chunks) and not self.chunks[self._next].missing:
             self._send(self.chunks[self._next])
@@ -288,8 +289,9 @@ class Gradients:
 
     def flush(self) -> None:
         """After a backward pass: send what it has not filled, if this one sends."""
-        if self.mesh.nests:
+        if self.mesh.nests != self._nested:
             self._see_nested()
+            self._nested = self.mesh.nests
         if self._sending:
             while self._next < len(self.chunks):
                 self._send(self.chunks[self._next])
@@ -301,7 +303,7 @@ class Gradients:
         Raises:
             RuntimeError: one has come after what there was of it was sent.
         """
-        again = any(len(chunk.came) > len(chunk.members) for chunk in self.chunks)
+        again = any(len(chunk.came) > len({*map(id, chunk.came)}) for chunk in self.chunks)
         if again and self._sending and self._come_again is False:
             raise RuntimeError(
                 "A parameter is used in several blocks that are computed again by reentrant checkpointing, "
