@@ -30,7 +30,7 @@ from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
-from espalier.parallel.pipeline.record import Env, ProgramStep
+from espalier.parallel.pipeline.record import Again, Env, ProgramStep
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain
 from espalier.tensor.before import Before, places, reached, slots
@@ -175,44 +175,55 @@ class StageRecomputation:
     """
 
     def __init__(self, program: StageProgram) -> None:
-        self._parts: list[tuple[Sequence[ProgramStep], _Written | None]] = []
-        for again, some in groupby(program.steps, lambda step: step.again):
-            self._parts.append((tuple(some), again and _Written(again.contexts or noop_context_fn)))
+        self._parts = [
+            _Part(program, tuple(some), again)
+            for again, some in groupby(program.steps, lambda step: step.again)
+        ]
 
     def __call__(self, program: StageProgram, env: Env, here: torch.device) -> None:
         """Do them, and put into ``env`` what they give."""
-        for steps, written in self._parts:
-            if written is None or open_transform() is not None:
-                program.do(steps, env, here)
+        for part in self._parts:
+            if part.written is None or open_transform() is not None:
+                program.do(part.steps, env, here)
             else:
-                self._again(steps, written, program, env, here)
+                part.run(part.written, program, env, here)
 
-    def _again(
-        self,
-        steps: Sequence[ProgramStep],
-        written: _Written,
-        program: StageProgram,
-        env: Env,
-        here: torch.device,
-    ) -> None:
-        made = dict.fromkeys(n for step in steps for n in step.outputs)
-        used = [n for n in dict.fromkeys(n for step in steps for n in step.inputs) if n in env]
-        freed = {n for step in steps for n in step.free}
-        given = [n for n in used if n not in program.held]
-        held = {n: env[n] for n in used if n in program.held}
-        left = [n for n in made if n not in freed]
+
+class _Part:
+    """Steps of a stage that stand together in one checkpoint, or in none.
+
+    Attributes:
+        written: what they write to beside what they give; None: they are not computed again.
+    """
+
+    def __init__(self, program: StageProgram, steps: Sequence[ProgramStep], again: Again | None) -> None:
+        self.steps = steps
+        self.written = None if again is None else _Written(again.contexts or noop_context_fn)
+        made: dict[int, None] = {}
+        used: dict[int, None] = {}
+        for step in steps:
+            used.update((n, None) for n in step.inputs if n not in made)
+            made.update(dict.fromkeys(step.outputs))
+        self._freed = {n for step in steps for n in step.free}
+        self._held = [n for n in used if n in program.held]
+        self._given = [n for n in used if n not in program.held]
+        self._left = [n for n in made if n not in self._freed]
+        self._tree: Any = ([_Placeholder(i) for i in range(len(self._given))],), {}
+
+    def run(self, written: _Written, program: StageProgram, env: Env, here: torch.device) -> None:
+        """Do them now and in the backward pass, and put into ``env`` what they give."""
+        held = {n: env[n] for n in self._held}
 
         def own(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            inner = {**held, **dict(zip(given, tensors, strict=True))}
-            program.do(steps, inner, here)
-            return [inner[n] for n in left]
+            inner = {**held, **dict(zip(self._given, tensors, strict=True))}
+            program.do(self.steps, inner, here)
+            return [inner[n] for n in self._left]
 
-        tree: Any = ([_Placeholder(i) for i in range(len(given))],), {}
-        contexts = partial(written.contexts, *program.called(steps))
-        out = _checkpointed(own, tree, [env[n] for n in given], contexts)
-        for n in freed:
+        contexts = partial(written.contexts, *program.called(self.steps))
+        out = _checkpointed(own, self._tree, [env[n] for n in self._given], contexts)
+        for n in self._freed:
             env.pop(n, None)
-        env.update(zip(left, out, strict=True))
+        env.update(zip(self._left, out, strict=True))
 
 
 class _Placeholder:

@@ -366,9 +366,7 @@ class _Recorder(TorchFunctionMode):
         name = self._names.get(id(module))
         if self._quiet:
             self._within.append(module)
-        # what calls it may have put another forward into it for now: stages have its own
-        is_decorated = any(m.forward != self._forwards.get(id(m)) for m in module.modules())
-        if name is None or self._quiet or is_decorated:  # made by the forward itself
+        if name is None or self._quiet or self._is_decorated(module):  # made by the forward itself
             return go(module, *args, **kwargs)
         t = self.trace
         mark, worked = (len(t.ops), len(t.calls), len(t.values)), self.worked.total
@@ -387,6 +385,10 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._watch_python()
             self._path.pop()
+
+    def _is_decorated(self, module: nn.Module) -> bool:
+        """Whether what calls it has put another forward into it for now: stages have its own."""
+        return any(m.forward != self._forwards.get(id(m)) for m in module.modules())
 
     @contextlib.contextmanager
     def again(self, contexts: Callable[[], Any] | None = None) -> Iterator[None]:
