@@ -19,7 +19,7 @@ from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import left
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.attention_blocks import Block, RingLayout, fused
-from espalier.tensor.rules.pointwise import letters
+from espalier.tensor.rules.pointwise import broadcast, letters
 from espalier.tensor.rules.randomness import dropped
 from espalier.tensor.rules.ring import ring, sends
 
@@ -60,10 +60,7 @@ def attention(
     along: list[AxisState] = [rows, rows, rows]
     if attn_mask is not None:
         full = (*query.shape[:-1], key.shape[-2])
-        skip = len(names) - attn_mask.ndim
-        ins.append(
-            tuple(names[i + skip] if n == full[i + skip] else None for i, n in enumerate(attn_mask.shape))
-        )
+        ins.append(broadcast(names, attn_mask.shape, full))
         along.append(ins[-1].index("s") if "s" in ins[-1] else R)
     return Spec(
         ins,

@@ -26,7 +26,7 @@ from espalier.sharding.spec import (
     rule_of_each,
 )
 from espalier.tensor.rules.matmul import added
-from espalier.tensor.rules.pointwise import operands_in
+from espalier.tensor.rules.pointwise import broadcast, letters, operands_in
 
 MATRIX = """
     cholesky cholesky_ex cholesky_inverse cholesky_solve qr svd svdvals eigvals eigh eigvalsh inv inverse
@@ -94,9 +94,7 @@ def _over_batch(
     batch = tuple(torch.broadcast_shapes(*leads))
     ins: list[Dims] = []
     for lead, core in zip(leads, cores, strict=True):
-        skip = len(batch) - len(lead)
-        named = tuple(("b", i + skip) if n == batch[i + skip] else None for i, n in enumerate(lead))
-        ins.append((*named, *(None,) * core))
+        ins.append((*letters(lead, batch, "b"), *(None,) * core))
     shapes = outcome(function, *args, **kwargs)
     outs: list[Dims] = []
     for shape in shapes:
@@ -127,12 +125,7 @@ def cross(function: Any) -> RuleFunction:
         at = dim if dim is not None else fixed
         at = shape.index(3) if at is None else normal_dim(at, len(shape))
         names: Dims = tuple(None if i == at else ("d", i) for i in range(len(shape)))
-        ins: list[Dims] = []
-        for o in (x, other):
-            skip = len(shape) - o.ndim
-            ins.append(
-                tuple(names[i + skip] if n == shape[i + skip] else None for i, n in enumerate(o.shape))
-            )
+        ins = [broadcast(names, o.shape, shape) for o in (x, other)]
 
         def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
             bound = bound_to("input other", args, kwargs)
@@ -149,10 +142,7 @@ def vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Spec:
     """Products summed along a dim that may be sharded."""
     shape = tuple(torch.broadcast_shapes(x.shape, y.shape))
     at = normal_dim(dim, len(shape))
-    ins: list[Dims] = []
-    for o in (x, y):
-        skip = len(shape) - o.ndim
-        ins.append(tuple(("d", i + skip) if n == shape[i + skip] else None for i, n in enumerate(o.shape)))
+    ins = [letters(o.shape, shape) for o in (x, y)]
     kept = [i for i in range(len(shape)) if i != at]
     out: Dims = tuple(("d", i) for i in kept)
     short = not all(("d", at) in dims for dims in ins)  # a stretched dim is not summed piece by piece

@@ -16,6 +16,7 @@ from espalier.layout.layout import AxisState, R
 from espalier.sharding.spec import DONE, Dims, Operand, Placed, Spec, bound_to, composed, of_nothing, rule
 from espalier.tensor.random import draw_key
 from espalier.tensor.rules.joint_failure import with_one, within
+from espalier.tensor.rules.pointwise import broadcast, letters
 from espalier.tensor.rules.randomness import keep_mask
 from espalier.tensor.rules.summa import ADDMM, LINEAR, MATMUL, REVERSED, lay_on_grid
 
@@ -45,15 +46,9 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Spec:
 def matmul(x: Operand, y: Operand) -> Spec:
     """torch.matmul with all its broadcasting."""
     a, b = x.shape, y.shape
-    depth = max(len(a), len(b)) - 2
     lead = torch.broadcast_shapes(a[:-2], b[:-2])
-
-    def batch(shape: tuple[int, ...]) -> Dims:
-        skip = depth - len(shape[:-2])
-        return tuple(("b", i + skip) if n == lead[i + skip] else None for i, n in enumerate(shape[:-2]))
-
-    left: Dims = (*batch(a), "m", "k") if len(a) > 1 else ("k",)
-    right: Dims = (*batch(b), "k", "n") if len(b) > 1 else ("k",)
+    left: Dims = (*letters(a[:-2], lead, "b"), "m", "k") if len(a) > 1 else ("k",)
+    right: Dims = (*letters(b[:-2], lead, "b"), "k", "n") if len(b) > 1 else ("k",)
     out: Dims = tuple(("b", i) for i in range(len(lead)))
     shape = tuple(lead)
     if len(a) > 1:
@@ -73,12 +68,8 @@ def reverse_matmul(x: Operand, y: Operand) -> Spec:
 
 def added(bias: Operand, ins: list[Dims], out: Dims, shape: tuple[int, ...], summed: Dims) -> Spec:
     """A product of two, and a bias that is broadcast to it."""
-    skip = len(out) - bias.ndim
-    added = tuple(out[i + skip] if n == shape[i + skip] else None for i, n in enumerate(bias.shape))
-    return Spec(
-        [added, *ins], [out], [shape], reduce=dict.fromkeys(summed, "sum"), linear=[(0, 1), (0, 2)],
-        addends=(0,),
-    )  # fmt: skip
+    named, sums = broadcast(out, bias.shape, shape), dict.fromkeys(summed, "sum")
+    return Spec([named, *ins], [out], [shape], reduce=sums, linear=[(0, 1), (0, 2)], addends=(0,))
 
 
 @rule("addmm baddbmm", loose=True)

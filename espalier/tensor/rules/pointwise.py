@@ -14,6 +14,7 @@ from espalier.layout import Layout, same_data
 from espalier.layout.layout import R
 from espalier.sharding.spec import (
     Dims,
+    Letter,
     Operand,
     Placed,
     RuleFunction,
@@ -61,10 +62,15 @@ BROADCAST = """
 """
 
 
-def letters(shape: Sequence[int], out: Sequence[int]) -> Dims:
+def letters(shape: Sequence[int], out: Sequence[int], name: str = "d") -> Dims:
     """Letters of a shape broadcast to ``out``: one per output dim, none where it is stretched."""
+    return broadcast([(name, i) for i in range(len(out))], shape, out)
+
+
+def broadcast(dims: Sequence[Letter | None], shape: Sequence[int], out: Sequence[int]) -> Dims:
+    """The same of an ``out`` that has these letters."""
     skip = len(out) - len(shape)
-    return tuple(("d", i + skip) if n == out[i + skip] else None for i, n in enumerate(shape))
+    return tuple(dims[i + skip] if n == out[i + skip] else None for i, n in enumerate(shape))
 
 
 def elementwise(
