@@ -1,4 +1,4 @@
-"""Nested containers: what is in them, and the same containers with other things in them.
+"""Nested containers: what is in them, and the same containers with other things in them; graphs of autograd.
 
 What a walk opens is the same everywhere: tuples, lists and dicts, of any class. ``torch.Size`` is one value.
 More is opened where it is asked for: slices, dataclasses and torch's distributions (``sought``), objects of
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -253,6 +253,24 @@ def named_leaves(tree: Any, opened: Callable[[str, Any], bool], name: str = "") 
         return
     for key, x in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         yield from named_leaves(x, opened, f"{name}.{key}" if name else str(key))
+
+
+def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd's graph that these lead to, and they themselves, each once.
+
+    Args:
+        roots: as ``x.grad_fn`` gives them; Nones are left out.
+        ends: nodes behind which no others are sought.
+    """
+    seen, stack = {None}, [*roots]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node not in ends:
+            stack += [beyond for beyond, _ in node.next_functions]
 
 
 # ---- what torch's own functions open: also classes that are registered with torch.utils._pytree

@@ -37,9 +37,11 @@ from espalier.engine.kept import (
     call_method,
     captured,
     evaluated,
+    given_in,
     is_of_all,
     refuse_written,
     step_of,
+    with_each,
     with_writes,
 )
 from espalier.engine.observing import ONLY_LOOKS, Place
@@ -90,7 +92,7 @@ class Awaited(Kept):
         if func is torch.Tensor.as_subclass and _is_own_kind(*args[1:]):
             return args[0]
         is_first = bool(args) and isinstance(args[0], Awaited)
-        keep = (args[0] if is_first else leaves([list(args), kwargs], Awaited, SOUGHT)[0])._source.keep
+        keep = (args[0] if is_first else given_in(args, kwargs, Awaited)[0])._source.keep
         name = getattr(func, "__name__", "")
         if name in QUESTIONS and is_first:
             kept = partial(keep, func, args, kwargs)
@@ -320,8 +322,8 @@ class Awaited(Kept):
             refuse_written(one for one in needed if one._known is None)
             with torch.no_grad():
                 steps = [one._step for one in needed if one._known is None and one._step is not None]
-                given = [[list(step.args), dict(step.kwargs)] for step in steps]
-                here = self._source.here(leaves(given, torch.Tensor, SOUGHT))
+                given = [x for step in steps for x in given_in(step.args, step.kwargs, torch.Tensor)]
+                here = self._source.here(given)
                 self._known = evaluated(self, here, self._source.value)
         return self._known
 
@@ -489,7 +491,7 @@ class Awaited(Kept):
         Raises:
             TypeError: gradients would go back through them to another call, and go through it to none.
         """
-        awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+        awaited = given_in(args, kwargs, Awaited)
         if any(x._source is not self._source and x._wants_grad() for x in awaited) and not self._wants_grad():
             raise TypeError(_WRITTEN)
         return in_call(self._source, args, kwargs)
@@ -702,7 +704,7 @@ def value_of(x: Any) -> Any:
 
 def done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call gives for values."""
-    values, named = (tree_map(value_of, x, SOUGHT) for x in (list(args), dict(kwargs)))
+    values, named = with_each(value_of, args, kwargs)
     return func(*values, **named)
 
 
@@ -715,15 +717,12 @@ def _written(
         TypeError: they cannot; or it is written as ``x += y``: torch has Python try ``x + y`` then, and the
             name is the sum's from now on.
     """
-    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+    awaited = given_in(args, kwargs, Awaited)
     if all(x._is_over() or not x._wants_grad() for x in awaited):
         return done(func, args, kwargs)
     if by_operator:
         raise TypeError("x += y of what a pipeline has yet to compute is x + y.")
-    values, named = (
-        tree_map(lambda x: handed_out(x) if isinstance(x, Awaited) else x, given, SOUGHT)
-        for given in (list(args), dict(kwargs))
-    )
+    values, named = with_each(lambda x: handed_out(x) if isinstance(x, Awaited) else x, args, kwargs)
     return func(*values, **named)
 
 
@@ -738,7 +737,7 @@ def in_call(
 
     Through a value gradients go back to its own call when the loss has.
     """
-    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+    awaited = given_in(args, kwargs, Awaited)
     wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
     others = [of for of in wanting if of is not source]
     if others:
@@ -758,7 +757,7 @@ def in_call(
             return x.value()
         return handed_out(x) if source.is_part else x._as_leaf(source)
 
-    return tree_map(inner, list(args), SOUGHT), tree_map(inner, dict(kwargs), SOUGHT)
+    return with_each(inner, args, kwargs)
 
 
 _WRITTEN = (

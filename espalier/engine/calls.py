@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from espalier.engine.awaited import SEVERAL, Awaited, as_count, done, in_call, value_of
 from espalier.engine.awaited_source import Source
 from espalier.engine.gradients import go_back, gradients
-from espalier.engine.kept import PARTS, SOUGHT, UNKNOWN, call, step_of
+from espalier.engine.kept import PARTS, SOUGHT, UNKNOWN, call, given_in, step_of, with_each
 from espalier.engine.sums import Sum, added
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
@@ -35,7 +35,7 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return _across_ranks(func, tuple(args), dict(kwargs))
     if (of_gradients := _OF_GRADIENTS.get(func)) is not None:
         return of_gradients(*args, **kwargs)
-    awaited = leaves([list(args), dict(kwargs)], Awaited, SOUGHT)
+    awaited = given_in(args, kwargs, Awaited)
     if all(x._is_over() for x in awaited):  # a sum of losses over steps, say
         return done(func, args, kwargs)
     if not kwargs and (terms := added(func, args)) is not None:
@@ -56,7 +56,7 @@ def _of_calls(
             if func is call and x._step is not None and x._step.func is getattr:
                 x._step.args[0]._is_used = True  # its method was called
     source = awaited[0]._source
-    held, named = (tree_map(_beside, x, (torch.Tensor, Awaited)) for x in (list(args), dict(kwargs)))
+    held, named = with_each(_beside, args, kwargs)
     made = Awaited(source, step_of(source, func, held, named))
     is_over = source.has_gone_back and func not in PARTS and not made._wants_grad()
     if not _only_computes(made):
@@ -75,18 +75,16 @@ def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         ValueError: they would go back to parameters, or each call has a part of the rows alone.
     """
-    arguments = [list(args), dict(kwargs)]
-    sums = leaves(arguments, Sum, SOUGHT)
+    sums = given_in(args, kwargs, Sum)
     numbers = {id(x): x.value() for x in sums}
-    args, kwargs = tree_map(lambda x: numbers.get(id(x), x), arguments, SOUGHT)
-    out = func(*args, **kwargs)
+    known, named = with_each(lambda x: numbers.get(id(x), x), args, kwargs)
+    out = func(*known, **named)
     kept = leaves([out], SOUGHT, SOUGHT)
     if any(x._wants_grad() for x in sums) and any(
         isinstance(x, Awaited) or x.is_floating_point() for x in kept
     ):
         as_one = {id(x): _as_one(x) for x in sums}
-        args, kwargs = tree_map(lambda x: as_one.get(id(x), x), arguments, SOUGHT)
-        return keep(func, args, kwargs)
+        return keep(func, *with_each(lambda x: as_one.get(id(x), x), args, kwargs))
     return out
 
 
@@ -111,8 +109,7 @@ def _sampled(source: Source, func: Callable[..., Any], args: Sequence[Any], kwar
         shapes = args[0]._shapes()
         if isinstance(shapes, torch.Tensor):  # its values do not matter
             args = [torch.zeros(shapes.shape, dtype=shapes.dtype, device=source.device), *args[1:]]
-    values, named = (tree_map(value_of, x, SOUGHT) for x in (list(args), dict(kwargs)))
-    return source.sample(func, values, named)
+    return source.sample(func, *with_each(value_of, args, kwargs))
 
 
 def _only_computes(made: Awaited) -> bool:
@@ -151,7 +148,7 @@ def _of_one_call(
     """Arguments that hang on one call of the model, the latest."""
     sought = [x for x in awaited if x._wants_grad()] or awaited
     args, kwargs = in_call(max((x._source for x in sought), key=lambda of: of.number), args, kwargs)
-    return args, kwargs, leaves([args, kwargs], Awaited, SOUGHT)
+    return args, kwargs, given_in(args, kwargs, Awaited)
 
 
 def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -60,7 +60,7 @@ class Kept:
     def _made_of(self) -> list[Kept]:
         """What the call that it comes of was given, of what is yet to be computed."""
         step = self._step
-        return [] if step is None else leaves([list(step.args), dict(step.kwargs)], Kept, SOUGHT)
+        return [] if step is None else given_in(step.args, step.kwargs, Kept)
 
     def _statistics(self) -> list[torch.Tensor]:
         """What the call that it comes of writes to: running means and variances."""
@@ -212,7 +212,7 @@ def evaluated(
                 )
             counted = one._statistics() if one._has_counted else ()  # they are not to count again
             spare = {id(x): x.clone() for x in counted}
-            args, kwargs = (tree_map(value_of, x, SOUGHT) for x in (list(step.args), dict(step.kwargs)))
+            args, kwargs = with_each(value_of, step.args, step.kwargs)
             is_alone = one._source.batch is not None  # a micro-batch that the loop knows
             if step.func is operator.truediv and is_of_all(step.args[1]) and not (on_meta or is_alone):
                 args[1] = OfAll(args[1])  # the loop's own: it knows nothing of micro-batches
@@ -248,9 +248,21 @@ def without_data(x: torch.Tensor) -> torch.Tensor:
 SOUGHT = (Kept, torch.Tensor)
 
 
+def given_in(args: Iterable[Any], kwargs: Mapping[str, Any], kind: type) -> list[Any]:
+    """What is of a kind among the arguments of a call."""
+    return leaves([list(args), dict(kwargs)], kind, SOUGHT)
+
+
+def with_each(
+    fn: Callable[[Any], Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a call, with what a function gives in the place of each."""
+    return tree_map(fn, list(args), SOUGHT), tree_map(fn, dict(kwargs), SOUGHT)
+
+
 def step_of(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
     """A call that is made now, and kept."""
-    given = leaves([list(args), dict(kwargs)], torch.Tensor, SOUGHT)
+    given = given_in(args, kwargs, torch.Tensor)
     written = set(map(id, statistics(func, args, kwargs)))  # by the call itself
     marks = marks_of(x for x in given if id(x) not in written)
     return Step(func, args, kwargs, TorchState.now(source.device.type), next(source.calls), marks)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from espalier.engine.seen import SeenGradients
 from espalier.torch_private import raw
+from espalier.trees import nodes_from
 
 
 def beside(roots: Sequence[torch.Tensor], go: Callable[[], None]) -> None:
@@ -27,15 +27,9 @@ def _engines_of(roots: Iterable[torch.Tensor]) -> list[SeenGradients]:
     """Those of a graph's parameters: the same on all ranks, as these have the same graph."""
     found: dict[SeenGradients, None] = {}
     with raw():
-        nodes: list[Any] = [x.grad_fn for x in roots]
-    known = set(nodes)
-    while nodes:
-        if (node := nodes.pop()) is None:
-            continue
+        nodes = [x.grad_fn for x in roots]
+    for node in nodes_from(nodes):
         held = getattr(node, "variable", None)  # of a leaf's node
         if held is not None and "_seen" in held.__dict__:
             found[held.__dict__["_seen"]] = None
-        new = {after for after, _ in node.next_functions} - known
-        known |= new
-        nodes += new
     return list(found)

@@ -40,7 +40,7 @@ from espalier.tensor.observers import (
 )
 from espalier.texts import in_columns
 from espalier.torch_private import raw
-from espalier.trees import tensors_in
+from espalier.trees import nodes_from, tensors_in
 
 _WIDTH = 108
 
@@ -267,16 +267,7 @@ def _backward(result: Any) -> None:
 
 def _accumulated(nodes: list[Any]) -> list[torch.Tensor]:
     """The leaves that a graph reaches."""
-    seen = set(nodes)
-    leaves = {}
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                nodes.append(below)
+    leaves = {id(node.variable): node.variable for node in nodes_from(nodes) if hasattr(node, "variable")}
     return list(leaves.values())
 
 

@@ -29,7 +29,7 @@ from espalier.torch_private import (
     takes_tangents,
     watch_flat_weights,
 )
-from espalier.trees import flat_map, flatten, unflatten
+from espalier.trees import flat_map, flatten, nodes_from, unflatten
 
 
 def lay_out_parameter(p: nn.Parameter, layout: Layout, *, source: int | Sequence[int] | None = 0) -> None:
@@ -333,16 +333,7 @@ class _Local:
 
 def _meets(node: Any) -> bool:
     """Whether backward ranks meet in a collective, from a node of the graph on; all ranks say the same."""
-    seen, stack = set(), [node]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(function_of(node), "meets", False):
-            return True
-        seen.add(node)
-        stack += [beyond for beyond, _ in node.next_functions]
-    return False
+    return any(getattr(function_of(beyond), "meets", False) for beyond in nodes_from([node]))
 
 
 class _Enter(OwnFunction):

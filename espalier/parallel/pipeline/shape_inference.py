@@ -37,7 +37,7 @@ from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, r
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
 from espalier.torch_private import HOOKS, TABLES, own_buffers, own_parameters, raw
-from espalier.trees import flatten, unflatten
+from espalier.trees import flatten, nodes_from, unflatten
 
 _MOST_KNOWN = 256
 
@@ -330,18 +330,12 @@ class _Graph:
 
     def _reached(self, roots: Sequence[Any], ins: Collection[Any]) -> set[Any] | None:
         """The nodes that these lead to; None if something stands there that hides what is behind it."""
-        seen, stack = set(), [*roots]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in ins:
-                continue
-            if hasattr(node, "variable") and id(node.variable) not in self._leaves:
+        reached = set()
+        for node in nodes_from(roots, ins):
+            if node not in ins and hasattr(node, "variable") and id(node.variable) not in self._leaves:
                 return None
-            stack += [beyond for beyond, _ in node.next_functions]
-        return seen
+            reached.add(node)
+        return reached
 
 
 def _nodes_of(tree: Any) -> list[Any]:
