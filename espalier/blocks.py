@@ -7,6 +7,7 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from espalier.torch_private import parameters_within
@@ -30,6 +31,12 @@ def named_parameters_in(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The same by name, as in a state dict, also where its ``named_parameters()`` gives other names."""
     return nn.Module.named_parameters(module, remove_duplicate=remove_duplicate)
+
+
+def named_tensors_in(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module and of all in it, by name as above."""
+    buffers = nn.Module.named_buffers(model, remove_duplicate=remove_duplicate)
+    return [*named_parameters_in(model, remove_duplicate=remove_duplicate), *buffers]
 
 
 def units(model: nn.Module) -> list[nn.Module]:

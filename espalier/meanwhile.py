@@ -1,4 +1,4 @@
-"""Values that hold for a while."""
+"""Values that hold for a while, and methods of what may be gone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 T = TypeVar("T")
 
@@ -31,3 +32,9 @@ def having(thing: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
+
+
+def call_if_there(method: WeakMethod[Any], *args: Any) -> Any:
+    """What a method gives, if what it is of is still there; else None."""
+    out = method()
+    return None if out is None else out(*args)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from espalier.comm.functions import OwnFunction
+from espalier.meanwhile import call_if_there
 from espalier.torch_private import after_backward, current_graph_task_id, raw
 
 
@@ -84,9 +85,8 @@ class BackwardHooks:
         self._of = task
         over: Callable[[], None] = self._over
         if reason := call_if_there(self._refused, is_known):
-            over = partial(
-                self._refuse, reason, call_if_there(self._have)
-            )  # if gradients come: it may be a look
+            # if gradients come: it may be a look
+            over = partial(self._refuse, reason, call_if_there(self._have))
         else:
             call_if_there(self._begin, False)
         after_backward(over)
@@ -117,12 +117,6 @@ def times(grad: torch.Tensor, factor: float) -> torch.Tensor:
     """A gradient, times what says how ranks share a loss."""
     with raw():
         return grad if factor == 1 else _Times.apply(grad, factor)
-
-
-def call_if_there(method: weakref.WeakMethod[Any], *args: Any) -> Any:
-    """What a method gives, if what it is of is still there."""
-    out = method()
-    return None if out is None else out(*args)
 
 
 def gone_back(passes: weakref.WeakMethod[Any], share: float, grad: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,11 @@ def named_trained(
         yield from ((f"{_NAME}{i}", p) for i, p in enumerate(beside_model(module, optimizer)))
 
 
+def names_of_trained(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
+    """The names of these, by ``id``."""
+    return {id(p): name for name, p in named_trained(module, optimizer)}
+
+
 def is_beside(name: str) -> bool:
     """Whether a parameter of that name is not the model's."""
     return name.startswith(_NAME)

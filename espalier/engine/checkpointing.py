@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 
-from espalier.blocks import named_parameters_in, parameters_in
+from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in
 from espalier.checkpoint import Checkpoint, CheckpointError, Index, Lying, encode
 from espalier.checkpoint.foreign import Foreign, mixed_options, strange_options, tied
 from espalier.checkpoint.index import FormatError, TensorInfo
@@ -24,13 +25,14 @@ from espalier.comm.control import agree, gather_objects
 from espalier.comm.redistribute import carry_out
 from espalier.device import get_rng_state, set_rng_state
 from espalier.engine.batches import Loader, restore_loaders
-from espalier.engine.beside import is_beside, named_trained
+from espalier.engine.beside import is_beside, named_trained, names_of_trained
 from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_of
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
 from espalier.engine.states import apart, like_parameter
 from espalier.layout import Layout, Shard, local_box
 from espalier.layout.layout import Box, overlap
+from espalier.meanwhile import call_if_there
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import parts_of
@@ -76,14 +78,11 @@ def tree_of(
 
 
 def await_before_handing_out(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, waits: Callable[[], Callable[[], None] | None]
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, waits: WeakMethod[Callable[[], None]]
 ) -> None:
     """Have who takes an alias of a parameter or state (``p.data``) wait: nothing counts its writes."""
 
-    def wait() -> None:
-        if (wait_staged := waits()) is not None:
-            wait_staged()
-
+    wait = partial(call_if_there, waits)
     states = [] if optimizer is None else [x for state in optimizer.state.values() for x in state.values()]
     for x in (*parameters_in(module), *states):
         if isinstance(x, DTensor):
@@ -97,29 +96,20 @@ def _value_at(name: str) -> str:
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters and buffers that a state dict has, each under its first name."""
-    tensors: dict[str, torch.Tensor] = {}
-    seen = set()
-    for name, x in state_tensors(state).items():
-        if id(x) not in seen:
-            seen.add(id(x))
-            tensors[name] = x
-    return tensors
+    aliases = aliases_of(state)
+    return {name: x for name, x in state_tensors(state).items() if f"model.{name}" not in aliases}
 
 
 def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Further names of tensors of a state dict, and their first."""
+    """Further names that a checkpoint has of tensors of a state dict, and their first."""
     first: dict[int, str] = {}
-    aliases = {}
-    for name, x in state_tensors(state).items():
-        known = first.setdefault(id(x), name)
-        if known != name:
-            aliases[f"model.{name}"] = f"model.{known}"
-    return aliases
+    known = {name: first.setdefault(id(x), name) for name, x in state_tensors(state).items()}
+    return {f"model.{name}": f"model.{of}" for name, of in known.items() if name != of}
 
 
 def groups_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups: names of parameters, and options."""
-    names = {id(p): name for name, p in named_trained(module, optimizer)}
+    names = names_of_trained(module, optimizer)
     return [
         {
             "names": [names[id(p)] for p in group["params"]],
@@ -282,7 +272,7 @@ class Loading:
         self, checkpoint: TensorSource, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
     ) -> None:
         self._checkpoint, self._module, self._optimizer, self._mesh = checkpoint, module, optimizer, mesh
-        self._names = {id(p): name for name, p in named_trained(module, optimizer)}
+        self._names = names_of_trained(module, optimizer)
         self._states = {} if optimizer is None else states_of(checkpoint)
         self._others = {} if optimizer is None else checkpoint.values["optimizer"]["states"]
         self.error: Exception | None = None
@@ -428,7 +418,7 @@ def take_state(own: EngineState, data: ZeroState | None, load: Callable[[], Any]
 
 
 def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: list[Any]) -> None:
-    names = {id(p): name for name, p in named_trained(module, optimizer)}
+    names = names_of_trained(module, optimizer)
     saved = {name: group["options"] for group in groups for name in group["names"]}
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -545,7 +535,7 @@ def _of_optimizer(
             return strange
     elif known["class"] not in (kind := _kind_of(optimizer), _FORMER_KINDS.get(kind)):
         return [f"its optimizer is {known['class']}, not {kind}"]
-    names = {id(p): name for name, p in named_trained(module, optimizer)}
+    names = names_of_trained(module, optimizer)
     saved = {name for group in known["groups"] for name in group["names"]}
     grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     lines = [f"its optimizer does not hold {name}" for held in grouped for name in held if name not in saved]
@@ -750,18 +740,13 @@ def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
     """
     state, values = _own_state(model), dict[int, torch.Tensor]()
     with torch.no_grad():
-        names = {id(x): name for name, x in reversed(_tensors_of(model))}  # a state dict may have others
+        every = named_tensors_in(model, remove_duplicate=False)
+        names = {id(x): name for name, x in reversed(every)}  # a state dict may have others
         for name, x in state.items():
             if isinstance(x, torch.Tensor) and id(x) not in values:
                 known = names.get(id(x), name)
                 values[id(x)] = x.detach() if is_sparse(x) else everywhere(known, x.detach())
     return with_notes_of(state, apart({name: values.get(id(x), x) for name, x in state.items()}))
-
-
-def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Its parameters and buffers, under all names."""
-    buffers = nn.Module.named_buffers(model, remove_duplicate=False)
-    return [*named_parameters_in(model, remove_duplicate=False), *buffers]
 
 
 def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:

@@ -24,7 +24,7 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count
-from espalier.engine.backward_hooks import BackwardHooks, call_if_there, gone_back, times
+from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
 from espalier.engine.batches import Batches, GivenBatches, Own, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.own_loop import OwnLoop
@@ -33,7 +33,7 @@ from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import Layout, Partial, Replicate
-from espalier.meanwhile import having
+from espalier.meanwhile import call_if_there, having
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
@@ -46,10 +46,10 @@ from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
-from espalier.torch_private import is_a_view, raw
+from espalier.torch_private import getter, is_a_view, raw
 from espalier.trees import object_map, tensors_in, tree_map
 
-_grad: Any = torch.Tensor.grad
+_grad = getter("grad")
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Phase = Callable[[str], Any]
 Loss = Callable[[Any], torch.Tensor]
@@ -746,7 +746,7 @@ class Direct(Passes):
 
     def _have(self) -> bool:
         with raw():
-            return any(_grad.__get__(p) is not None for p in parameters_in(self.call.module))
+            return any(_grad(p) is not None for p in parameters_in(self.call.module))
 
     @property
     def has_new(self) -> bool:

@@ -22,9 +22,9 @@ from espalier.parallel.plan import PLACES
 from espalier.tensor import plain
 from espalier.tensor.dry_runs import DryMemory, LiveMemory
 from espalier.texts import in_columns
-from espalier.torch_private import memory_id, raw
+from espalier.torch_private import getter, memory_id, raw
 
-_grad: Any = torch.Tensor.grad
+_grad = getter("grad")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _gradients(chunk: Chunk) -> int:
         return 0
     if chunk.gradient is not None:
         return local_bytes(chunk.gradient)
-    grads = (p.__dict__.get("_reduced", _grad.__get__(p)) for p in (m.p for m in chunk.members))
+    grads = (p.__dict__.get("_reduced", _grad(p)) for p in (m.p for m in chunk.members))
     return sum(local_bytes(g) for g in grads if g is not None)
 
 

@@ -60,11 +60,11 @@ from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
-from espalier.torch_private import raw
+from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_grad: Any = torch.Tensor.grad
+_set_grad = setter("grad")
 _TELLS = 2.0**-20  # beside a number of ranks
 
 
@@ -556,7 +556,7 @@ class Staged(Passes):
                 if id(p) in without:
                     p.grad = None  # also what is shown of it
                 elif not layout_of(p).mesh.is_member:
-                    _grad.__set__(p, None)
+                    _set_grad(p, None)
 
     def _tell_of_gradients(self) -> None:
         """Let all ranks know which gradients stages have."""
@@ -724,7 +724,7 @@ class Staged(Passes):
                     total = total + other[:-1]
                 here.copy_(total.view(here.shape))
                 if gradient_of(p) is None:
-                    _grad.__set__(p, grad)
+                    _set_grad(p, grad)
         data.gradients.have_shared()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from espalier.blocks import around, blocks, named_parameters_in, parameters_in
+from espalier.blocks import around, blocks, named_parameters_in, named_tensors_in, parameters_in
 from espalier.comm.control import gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
@@ -599,12 +599,8 @@ class Undivided:
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
         """For each parameter and buffer, by all its names, the stage that uses it."""
-        model, last = self._model, (len(self.stages) - 1,)
-        every = (
-            *named_parameters_in(model, remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        return {name: last for name, _ in every}
+        last = (len(self.stages) - 1,)
+        return {name: last for name, _ in named_tensors_in(self._model, remove_duplicate=False)}
 
     def shape_inference(self, *_: Any) -> InferredShapes:
         """In the place of a ``ShapeInference``: nothing is sent."""

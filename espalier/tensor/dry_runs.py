@@ -247,10 +247,6 @@ class CostMode(DispatchMode):
         if not self._nested:
             self.total, self.random, self.sized = OpCost(), False, False
 
-    def taken(self) -> OpCost:
-        """The work since."""
-        return self.total
-
     @contextmanager
     def as_one(self) -> Iterator[None]:
         """While open, all is one call's work."""

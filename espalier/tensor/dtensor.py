@@ -24,10 +24,17 @@ from espalier.comm.redistribute import move_as
 from espalier.layout import Layout, Placement, gradient_layout
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
-from espalier.torch_private import plain_call, raw, swap_impls, torch_functions_on, without_torch_functions
+from espalier.torch_private import (
+    getter,
+    plain_call,
+    raw,
+    setter,
+    swap_impls,
+    torch_functions_on,
+    without_torch_functions,
+)
 
-_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_device = torch.Tensor.device.__get__
+_shape, _device = getter("shape"), getter("device")
 # dims from the one whose elements lie next to each other
 _FORMATS = {(torch.channels_last, 4): (1, 3, 2, 0), (torch.channels_last_3d, 5): (1, 4, 3, 2, 0)}
 _SPARSE = frozenset(
@@ -185,12 +192,12 @@ class DTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether autograd records what happens to it."""
-        value: bool = plain_call(_requires_grad.__get__, (), (self,), {})
+        value: bool = plain_call(_requires_grad, (), (self,), {})
         return value
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        plain_call(_requires_grad.__set__, (), (self, value), {})
+        plain_call(_set_requires_grad, (), (self, value), {})
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -205,7 +212,7 @@ class DTensor(torch.Tensor):
         unfinished = self.__dict__.get("_unfinished")
         if unfinished:
             raise RuntimeError(unfinished[0])
-        grad = plain_call(_grad.__get__, (), (self,), {})
+        grad = plain_call(_grad, (), (self,), {})
         attributes = self.__dict__
         if grad is None:
             grad = attributes.get("_reduced")
@@ -230,7 +237,7 @@ class DTensor(torch.Tensor):
                 self._reduced = stamp(move(value.detach(), lies_as, reduced._layout), reduced._layout)
             return
         if value is not None:
-            before, unsaid = plain_call(_grad.__get__, (), (self,), {}), _known(gradient_layout(self._layout))
+            before, unsaid = plain_call(_grad, (), (self,), {}), _known(gradient_layout(self._layout))
             wanted = before._layout if type(before) is DTensor else unsaid
             layout = layout_of(value, self._layout.mesh)
             if layout.shape != wanted.shape:
@@ -246,14 +253,14 @@ class DTensor(torch.Tensor):
             elif type(value) is not DTensor and layout is not unsaid:  # what a plain one is taken for
                 with raw():
                     value = stamp(value.detach(), layout)
-        plain_call(_grad.__set__, (), (self, value), {})
+        plain_call(_set_grad, (), (self, value), {})
 
     @grad.deleter
     def grad(self) -> None:
         if (seen := self.__dict__.get("_seen")) is not None:
             seen.given(self, None)
         self.__dict__.pop("_reduced", None)
-        plain_call(_grad.__set__, (), (self, None), {})
+        plain_call(_set_grad, (), (self, None), {})
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.Tensor.backward``, which would take a long way to the dispatcher."""
@@ -540,7 +547,7 @@ class DTensor(torch.Tensor):
             torch.Tensor.requires_grad_(copy, self.requires_grad)
             # torch's parameters are copied without gradients
             keeps = DETACHED not in memo and "_is_param" not in self.__dict__
-            grad = plain_call(_grad.__get__, (), (self,), {}) if keeps else None
+            grad = plain_call(_grad, (), (self,), {}) if keeps else None
             if grad is not None:
                 copy.grad = stamp(plain(grad).clone(), gradient_layout(self._layout))
         for name, value in self.__dict__.items():
@@ -676,8 +683,8 @@ def become(x: torch.Tensor, other: torch.Tensor) -> None:
 # past ``torch.Tensor.__setattr__``, which is Python here: the way of every call and step
 set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__
 
-_requires_grad: Any = torch.Tensor.requires_grad
-_grad: Any = torch.Tensor.grad
+_grad, _set_grad = getter("grad"), setter("grad")
+_requires_grad, _set_requires_grad = getter("requires_grad"), setter("requires_grad")
 
 
 def stamp(x: torch.Tensor, layout: Layout) -> DTensor:

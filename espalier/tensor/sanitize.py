@@ -34,10 +34,10 @@ from espalier.tensor.observers import (
 )
 from espalier.tensor.random import position_of_keys, same_position
 from espalier.tensor.rules import RULES
-from espalier.torch_private import memory_id, raw, version_of
+from espalier.torch_private import getter, memory_id, raw, version_of
 from espalier.trees import tensors_in, tree_map
 
-_grad: Any = torch.Tensor.grad
+_grad = getter("grad")
 # their content is whatever the memory held
 _UNSET = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 _SIMPLE = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, slice, type(...))
@@ -192,7 +192,7 @@ class Sanitizer(Watcher):
                         continue
                     met[desk.mesh] = desk
                     self._compare(f"parameter {label} of {name}", where, p, layout, _CHANGED)
-                    grad = _grad.__get__(p)
+                    grad = _grad(p)
                     if grad is not None:
                         lies = grad.__dict__.get("_layout") or gradient_layout(layout)
                         self._compare(f"the gradient of parameter {label}", where, grad, lies, _GRADIENT)
@@ -279,7 +279,7 @@ class Sanitizer(Watcher):
 
         def after(leaf: torch.Tensor) -> None:
             with raw(), torch.no_grad():
-                grad = _grad.__get__(leaf)
+                grad = _grad(leaf)
                 if grad is not None and desk is not None and self._open:
                     layout = grad.__dict__.get("_layout") or lies
                     if _equal_along(layout):

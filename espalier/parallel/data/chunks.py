@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from espalier.torch_private import (
 
 _address, _as_strided = method("data_ptr"), method("as_strided")
 _set_data = setter("data")
-_grad: Any = torch.Tensor.grad
+_set_grad = setter("grad")
 
 
 class ShardGroup(NamedTuple):
@@ -460,7 +460,7 @@ class Chunk:
         for m, x, layout in zip(self.members, look.tensors, look.layouts, strict=True):
             show(m.p, x, layout)
         for m, grad in zip(self.members, look.gradients or (), strict=look.gradients is not None):
-            _grad.__set__(m.p, grad)
+            _set_grad(m.p, grad)
 
     def bring_together(self, look: Appearance) -> None:
         """Copy the parameters to what stands in one buffer, and let them show that."""
@@ -563,11 +563,11 @@ def show(p: torch.Tensor, data: torch.Tensor, layout: Layout) -> None:
 def set_gradient(p: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give a parameter a gradient, also one on the device while it is off that (called in ``raw``)."""
     if grad is None or grad.device == p.device:
-        _grad.__set__(p, grad)
+        _set_grad(p, grad)
         return
     data = p.data
     _set_data(p, grad.detach())
-    _grad.__set__(p, grad)
+    _set_grad(p, grad)
     _set_data(p, data)
 
 
@@ -584,7 +584,7 @@ def shown(looks: Sequence[tuple[Chunk, Appearance]]) -> Iterator[None]:
     finally:
         with raw():
             for m in (m for chunk, look in looks if look.gradients is not None for m in chunk.members):
-                _grad.__set__(m.p, None)
+                _set_grad(m.p, None)
             for chunk, outer, now in before:
                 chunk.look = outer
                 chunk.show(now)

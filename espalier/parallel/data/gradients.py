@@ -24,6 +24,7 @@ from espalier.comm.control import told_by_first
 from espalier.device import moved
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
+from espalier.meanwhile import call_if_there
 from espalier.mesh import Mesh
 from espalier.parallel.data import masters
 from espalier.parallel.data.chunks import Chunk, ShardedParam, ShardGroup
@@ -32,10 +33,9 @@ from espalier.parallel.data.stages import ZeroStage
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.loans import was_handed_out
 from espalier.tensor.waiting import LastHook
-from espalier.torch_private import plain_call, raw
+from espalier.torch_private import getter, plain_call, raw, setter
 
-_grad: Any = torch.Tensor.grad
-_held = plain_call  # calls a getter past torch functions
+_grad, _set_grad = getter("grad"), setter("grad")
 Over = tuple[ShardGroup, tuple[int, ...], int]
 P = ParamSpec("P")
 AT_ONCE = 2  # chunks on their way to their sums
@@ -128,7 +128,7 @@ class Gradients:
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
         come = weakref.WeakMethod(self._come)
         with raw():
-            m.p.register_post_accumulate_grad_hook(LastHook(_call, come, chunk.number))
+            m.p.register_post_accumulate_grad_hook(LastHook(call_if_there, come, chunk.number))
         if self._looks_ahead:
             self._watch_before(m)
 
@@ -184,13 +184,13 @@ class Gradients:
         Returns:
             whether it was given by hand as a cut parameter lies: then it is shown as this rank's piece.
         """
-        grad = _grad.__get__(m.p)
+        grad = _grad(m.p)
         if grad is None:
             return False
         self._had.add(id(m.p))
         if type(grad) is DTensor and m.dim is not None and grad._layout.cuts == m.shard.cuts != m.full.cuts:
             m.p.__dict__["_reduced"] = grad
-            _grad.__set__(m.p, None)
+            _set_grad(m.p, None)
             return True
         if self._is_same(m):
             if any(self.mesh.coordinate[a] for a in (*m.outer, *m.shard_group.axes)):
@@ -200,7 +200,7 @@ class Gradients:
 
     def _is_same(self, m: ShardedParam) -> bool:
         """Whether a parameter has a gradient, or a piece of it, that is no addend: finished, or by hand."""
-        grad = _grad.__get__(m.p)
+        grad = _grad(m.p)
         if type(grad) is not DTensor:
             return "_reduced" in m.p.__dict__
         return not any(is_partial(grad._layout.axes[a]) for a in (*m.outer, *m.shard_group.axes))
@@ -241,7 +241,7 @@ class Gradients:
             self._look_ahead()
         chunk = self._numbered[number]
         chunk.came.append(p)
-        self._blank = self._blank or _held(_grad.__get__, (), (p,), {}) is None
+        self._blank = self._blank or plain_call(_grad, (), (p,), {}) is None
         if self._came is not None and self._sending:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
@@ -257,7 +257,7 @@ class Gradients:
             return
         with raw():
             are_there = any(
-                _grad.__get__(m.p) is not None or "_reduced" in m.p.__dict__
+                _grad(m.p) is not None or "_reduced" in m.p.__dict__
                 for chunk in self.chunks
                 for m in chunk.members
             )
@@ -280,7 +280,7 @@ class Gradients:
         with raw():
             trains = m.p.requires_grad  # a GAN's discriminator may be frozen for the time of this pass
             m.p.requires_grad_(True)
-            m.p.register_hook(partial(_call, weakref.WeakMethod(self._come_before)))
+            m.p.register_hook(partial(call_if_there, weakref.WeakMethod(self._come_before)))
             m.p.requires_grad_(trains)
 
     def _come_before(self, grad: torch.Tensor) -> None:
@@ -347,7 +347,7 @@ class Gradients:
             self._land()
         n = chunk.shard_group.n
         with raw():
-            grads = [_grad.__get__(m.p) for m in chunk.members]
+            grads = [_grad(m.p) for m in chunk.members]
             dtype = self._dtype or chunk.dtype
             locals_sent = [None if g is None else plain(g) for g in grads]
             here, extra = self._here[self._over(chunk)], self._extra(chunk)
@@ -366,7 +366,7 @@ class Gradients:
                     flags.copy_(moved(torch.tensor(here, dtype=dtype, device="cpu"), rows.device))
                 here.clear()
             for m in chunk.members:
-                _grad.__set__(m.p, None)
+                _set_grad(m.p, None)
         del grads, locals_sent  # before what they are sent by takes memory, too
         if self._on_sent is not None:
             self._on_sent(chunk)
@@ -518,7 +518,7 @@ class Gradients:
         """Whether somebody has put a gradient that does not lie as finished ones do in the place of one."""
         with raw():
             for m in (m for chunk in self.chunks for m in chunk.members):
-                grad = _grad.__get__(m.p)
+                grad = _grad(m.p)
                 known = grad is None or getattr(grad, "_layout", None) is self._layouts.get(id(m), grad)
                 if not known and not (self.stage.gradients == "R" and self._is_same(m)):
                     return True
@@ -538,10 +538,10 @@ class Gradients:
             for m, part in zip(chunk.members, parts, strict=True):
                 layout = self._finished(m) if is_whole else self._summed(m, m.shard_group.axes)
                 if id(m.p) in unused and id(m.p) not in self.without:
-                    _grad.__set__(m.p, None)
+                    _set_grad(m.p, None)
                 elif whole:
                     wide = m.p.grad_dtype
-                    _grad.__set__(m.p, stamp(part if part.dtype is wide else part.to(wide), layout))
+                    _set_grad(m.p, stamp(part if part.dtype is wide else part.to(wide), layout))
                 else:
                     m.p._reduced = stamp(part, layout)  # type: ignore[attr-defined]
             if whole:
@@ -689,7 +689,7 @@ class AllGradients:
 
 def gradient_of(p: torch.Tensor) -> Any:
     """``p.grad``, past DTensor's Python getter where it would say the same."""
-    grad = _grad.__get__(p)
+    grad = _grad(p)
     if grad is None:
         return p.__dict__.get("_reduced")
     return grad if type(grad) is DTensor else p.grad
@@ -703,12 +703,6 @@ def _show_moved(chunk: Chunk, flat: torch.Tensor) -> None:
         reduced = m.p.__dict__.get("_reduced")
         if reduced is not None and plain(reduced).data_ptr() == old.data_ptr():
             m.p._reduced = stamp(new, reduced._layout)  # type: ignore[attr-defined]
-
-
-def _call(method: weakref.WeakMethod[Any], *args: Any) -> None:
-    out = method()
-    if out is not None:
-        out(*args)
 
 
 def _key(chunk: Chunk) -> str:

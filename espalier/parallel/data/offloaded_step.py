@@ -34,7 +34,7 @@ from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import was_handed_out
 from espalier.tensor.observers import user_frame
-from espalier.torch_private import raw
+from espalier.torch_private import getter, raw, setter
 
 # ---- which of the chunks whose states lie in the host's memory the device updates, by measured speeds
 #
@@ -122,7 +122,7 @@ class UpdateShares:
 OptimizerStep = Callable[[torch.optim.Optimizer], None]
 OptimizerStates = MutableMapping[torch.Tensor, dict[str, Any]]
 Turns = Callable[[Chunk, bool], AbstractContextManager[None]]
-_grad: Any = torch.Tensor.grad
+_grad, _set_grad = getter("grad"), setter("grad")
 
 
 class _StateTensor(NamedTuple):
@@ -431,12 +431,12 @@ class OffloadedStep:
         known = self._copies.pop(chunk, _Copies([], None))
         with raw(), torch.no_grad():
             here = [plain(m.p.detach()) for m in chunk.members]
-            grads = [_grad.__get__(m.p) for m in chunk.members]
+            grads = [_grad(m.p) for m in chunk.members]
             wanted = [] if known.tensors else here
             host = self.store.to_host([*wanted, *(plain(g) for g in grads if g is not None)], known.sent)
             copies, on_host = iter(host[len(wanted) :]), known.tensors or host[: len(here)]
             for m in chunk.members:
-                _grad.__set__(m.p, None)
+                _set_grad(m.p, None)
                 for name, state in states.get(m.p, {}).items():
                     if isinstance(state, torch.Tensor) and not state.ndim:
                         states[m.p][name] = state.to("cpu")
@@ -451,7 +451,7 @@ class OffloadedStep:
                 wait_for(sent, self.store.device)
         with raw():
             for m, grad in zip(chunk.members, grads, strict=True):
-                _grad.__set__(m.p, grad)
+                _set_grad(m.p, grad)
         if all(is_accelerator(t.device) for t in here):
             self._copies[chunk] = _Copies(on_host, sent)
             self._just_made.append(chunk)

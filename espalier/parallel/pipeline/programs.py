@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.blocks import named_parameters_in, parameters_in
+from espalier.blocks import named_tensors_in, parameters_in
 from espalier.parallel.pipeline.objects import PLAIN, holds_tensors
 from espalier.parallel.pipeline.record import (
     CallSpan,
@@ -67,8 +67,7 @@ class Divided:
     ) -> None:
         self.trace, self.bounds, self.number = trace, list(bounds), len(bounds) + 1
         self._modules = dict(model.named_modules())
-        every = *named_parameters_in(model), *model.named_buffers()
-        self._canonical = {id(x): name for name, x in every}
+        self._canonical = {id(x): name for name, x in named_tensors_in(model)}
         # storages that hold what is not local, at any time
         self._bound = trace.bound.keys() | {
             v.storage for v in trace.values if not v.local and v.source[0] != "parameter"

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from espalier.blocks import named_parameters_in, parameters_in, parts
+from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in, parts
 from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
 from espalier.parallel.pipeline.objects import closed, traced_output
 from espalier.parallel.pipeline.programs import Divided, SentValue
@@ -272,15 +272,10 @@ class Split:
         What none does belongs to a stage of its neighbours.
         """
         model = self._family.model
-        tables = dict(named_parameters_in(model)), dict(model.named_buffers())
-        names = {id(x): name for table in tables for name, x in table.items()}
+        names = {id(x): name for name, x in named_tensors_in(model)}
         stages_of: dict[str, tuple[int, ...]] = {}
         before: tuple[int, ...] = (0,)
-        every = (
-            *named_parameters_in(model, remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-        for name, x in every:
+        for name, x in named_tensors_in(model, remove_duplicate=False):
             used = tuple(s.number for s in self.stages if names[id(x)] in s.uses)
             before = stages_of[name] = used or stages_of.get(names[id(x)], before[-1:])
         return stages_of

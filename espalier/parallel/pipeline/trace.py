@@ -495,7 +495,7 @@ class _Recorder(TorchFunctionMode):
         call = self._begin(name, args, kwargs)
         call.out, call.end = mapped(self.ref, out), call.start + 1
         self.trace.answers += [(call.number, -1, answer) for answer in within.answers]
-        work = self.worked.taken()
+        work = self.worked.total
         given_and_out = (call.args, call.kwargs), call.out, tuple(numbers), new, written
         self._note(name, *given_and_out, local=False, work=work)
         return out
@@ -546,7 +546,7 @@ class _Recorder(TorchFunctionMode):
         if name == "to" and any(out is x for x in tensors):
             # it moves nothing here, but may where the stages run
             out = torch.ops.aten.alias.default(out)
-        work, drew, sized = self.worked.taken(), self.worked.random, self.worked.sized
+        work, drew, sized = self.worked.total, self.worked.random, self.worked.sized
         outputs = leaves(out, torch.Tensor)
         _refuse_sparse(self.model, ((f"what {name_of(func)} gives in its forward", x) for x in outputs))
         written = {storage_of(x) for x, v in zip(tensors, versions, strict=True) if version_of(x) != v}
