@@ -24,6 +24,7 @@ from espalier.device import moved
 from espalier.engine.collation import hangs_together
 from espalier.engine.lengths import all_alike
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
+from espalier.layout.layout import bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
@@ -79,16 +80,13 @@ class Batches:
 
     def rows(self, size: int) -> slice:
         """This rank's rows of a global batch."""
-        start = 0
-        for axis in self.axes:
-            begin, size = chunk_bounds(size, self.mesh.shape[axis], self.mesh.coordinate[axis])
-            start += begin
-        return slice(start, start + size)
+        start, n = bounds(size, self.axes, self.mesh.shape, self.mesh.coordinate)
+        return slice(start, start + n)
 
     def parts(self, size: int) -> list[slice]:
         """The rows of all ranks of a global batch, in the order of coordinates."""
-        bounds = [0, *itertools.accumulate(self._even(size))]
-        return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+        ends = [0, *itertools.accumulate(self._even(size))]
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def share(self, batch: Any) -> int:
         """The most rows that a rank computes of a global batch; 1 if it has none."""
@@ -262,7 +260,7 @@ class Batches:
             own = redistribute(x, lies).to_local(grad_placements=grads)
         else:
             everywhere = redistribute(x, Layout.replicated(mesh, tuple(x.shape)))
-            own = everywhere.to_local(grad_placements=self._gradients(Partial()))
+            own = everywhere.to_local(grad_placements=self.addends())
             if has_rows:
                 own = own.narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
         return own.flatten(dim - 1, dim) if views > 1 else own, 1 / among
@@ -270,12 +268,12 @@ class Batches:
     def beside(self, x: DTensor) -> tuple[torch.Tensor, float]:
         """The whole of what a loop uses beside this rank's rows, and by what its gradient is multiplied."""
         whole = redistribute(x, Layout.replicated(self.mesh, x._layout.shape))
-        return whole.to_local(grad_placements=self._gradients(Partial())), 1 / self.readers
+        return whole.to_local(grad_placements=self.addends()), 1 / self.readers
 
-    def _gradients(self, along: Placement) -> list[Placement]:
-        """Placements that are ``along`` the batch axes, if these have several ranks."""
+    def addends(self) -> list[Placement]:
+        """The placements of what each rank has made of its rows alone, and that is to be added up."""
         several = {a for a in self.axes if self.mesh.shape[a] > 1}
-        return [along if a in several else Replicate() for a in range(self.mesh.ndim)]
+        return [Partial() if a in several else Replicate() for a in range(self.mesh.ndim)]
 
     def _even(self, size: int) -> list[int]:
         """How many rows of a global batch each rank computes, in the order of coordinates."""

@@ -887,13 +887,17 @@ class Engine(Surface):
         self.steps = self.steps if model_only else values["steps"]
         return dict(values["extra"])
 
+    def _precise(self) -> AbstractContextManager[None]:
+        """While open, parameters that have float32 masters are these."""
+        self.wait_staged()
+        return nullcontext() if self._data is None else self._data.precise()
+
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with plain whole tensors (a collective: every rank must call).
 
         Parameters that have float32 masters are these.
         """
-        self.wait_staged()
-        with nullcontext() if self._data is None else self._data.precise():
+        with self._precise():
             return state_of(self.module, self.passes.everywhere)
 
     def full_model(self) -> nn.Module:
@@ -902,16 +906,14 @@ class Engine(Surface):
         Parameters that have float32 masters are these; nothing of the plan is around its modules. It is what
         ``torch.jit.trace``, ``torch.export`` and ``torch.onnx`` are given in the model's place.
         """
-        self.wait_staged()
-        with nullcontext() if self._data is None else self._data.precise():
+        with self._precise():
             return full_copy(self.module, self.passes.everywhere)
 
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The plain whole value of one parameter on every rank, of its float32 master if it has one (a
         collective)."""
-        self.wait_staged()
         name = next(name for name, p in named_parameters_in(self.module) if p is parameter)
-        with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
+        with torch.no_grad(), self._precise():
             return self.passes.everywhere(name, parameter)
 
     def held_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -919,8 +921,7 @@ class Engine(Surface):
 
         Nothing is sent.
         """
-        self.wait_staged()
-        with torch.no_grad(), nullcontext() if self._data is None else self._data.precise():
+        with torch.no_grad(), self._precise():
             return held(parameter)
 
     def set_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

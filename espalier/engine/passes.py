@@ -32,7 +32,7 @@ from espalier.engine.report import PeakMemory, Traffic
 from espalier.engine.seen import SeenGradients, gradient_seen
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog
-from espalier.layout import Layout, Partial, Replicate
+from espalier.layout import Layout, Replicate
 from espalier.meanwhile import call_if_there, having
 from espalier.mesh import Mesh
 from espalier.parallel import Arrangement, Plan, arrange, everywhere
@@ -686,11 +686,7 @@ class Direct(Passes):
         readers = self.call.batches.readers
         if loss is None or not self._is_own or isinstance(loss, DTensor) or readers == 1:
             return loss
-        placements = [
-            Partial() if a in self.call.batches.axes and n > 1 else Replicate()
-            for a, n in enumerate(self.mesh.shape)
-        ]
-        return stamp(loss.reshape(()) / readers, Layout(self.mesh, placements, ()))
+        return stamp(loss.reshape(()) / readers, Layout(self.mesh, self.call.batches.addends(), ()))
 
     def _begin_backward(self, asked: bool) -> None:
         OwnLoop.close()

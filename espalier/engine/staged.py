@@ -316,7 +316,7 @@ class Staged(Passes):
         work = Prediction(self._context(data), [inputs], lambda name: None, counts=False, model=model)
         schedule = self.stages.schedule(1, only=ActionKind.F)
         self._run(work, schedule)
-        self.of_last(torch.zeros((), dtype=torch.float64, device=self.mesh.device()))
+        self.of_last(self._zero)
         return work.everywhere(schedule.stage_to_rank[-1])
 
     def written(self) -> tuple[int, int]:
@@ -421,8 +421,13 @@ class Staged(Passes):
         data = self._laid_out(parts[0])
         work = MicroBatches(self._context(data), parts, lambda name: None, counts)
         self._run(work, self.stages.schedule(len(parts), only=ActionKind.F))
-        nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
+        nothing = self._zero
         return [work.losses.get(i, (nothing, None)) for i in range(len(parts))]
+
+    @property
+    def _zero(self) -> torch.Tensor:
+        """What ranks without a number give to sums."""
+        return torch.zeros((), dtype=torch.float64, device=self.mesh.device())
 
     def of_last(self, value: torch.Tensor) -> torch.Tensor:
         """A whole number of the last stage's, on all ranks.
@@ -430,8 +435,7 @@ class Staged(Passes):
         Raises:
             Exception: what a rank has met in its stage, on all ranks.
         """
-        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
-        gives = self.stages.has_last and self.call.mesh.rank == 0
+        zero, gives = self._zero, self.stages.has_last and self.call.mesh.rank == 0
         sums = [value.to(zero) if gives else zero, zero if self._failure is None else zero + 1]
         number, failed = sum_whole(torch.stack(sums), self.mesh).unbind()
         self._see(failed)
@@ -639,7 +643,7 @@ class Staged(Passes):
     def _shares(self) -> list[torch.Tensor]:
         """What this rank gives to the sums: the loss, its dtype, the factor of gradients, failures."""
         with raw():
-            zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device())
+            zero = self._zero
             failed = zero if self._failure is None else zero + 1
             if self.loss is None or not self.stages.has_last:
                 return [zero, zero, zero, failed]
