@@ -67,6 +67,7 @@ class Accumulation:
         count: as given.
         done: micro-batches whose gradients are there.
         closed: there will be no more micro-batches.
+        number: what the loss of all micro-batches so far is a mean over.
     """
 
     def __init__(self, size: int, count: Count | None, mesh: Mesh, axes: tuple[int, ...]) -> None:
@@ -83,7 +84,7 @@ class Accumulation:
         self.done, self.closed, self._settled = 0, False, False
         self._pending.clear()
         self._first: Number = None
-        self._number: Number = None
+        self.number: Number = None
         self._total: torch.Tensor | None = None
         self._like: tuple[torch.dtype, Layout | None] = (torch.float64, None)
 
@@ -199,7 +200,7 @@ class Accumulation:
         self._pending.clear()
         self.done += 1
         one = torch.ones((), dtype=torch.float64, device=self._mesh.device())
-        self._first, self._number = one, one * self.done
+        self._first, self.number = one, one * self.done
 
     def weigh(self, loss: torch.Tensor, number: Number) -> Number:
         """The weight of the next micro-batch, given its loss and what :meth:`counted` said; None: 1.
@@ -218,20 +219,15 @@ class Accumulation:
             here = plain(value).to(torch.float64)
             if number is not None:
                 here = here * number
-                if self._first is None or self._number is None:
+                if self._first is None or self.number is None:
                     # of a micro-batch that counts nothing the gradients are zero under any weight
-                    self._first, self._number = torch.where(number == 0, 1, number), number
+                    self._first, self.number = torch.where(number == 0, 1, number), number
                 else:
-                    weight, self._number = (number / self._first).to(loss.dtype), self._number + number
+                    weight, self.number = (number / self._first).to(loss.dtype), self.number + number
             self._total = here if self._total is None else self._total + here
         self._like = loss.dtype, value._layout if isinstance(value, DTensor) else None
         self.done += 1
         return weight
-
-    @property
-    def number(self) -> Number:
-        """What the loss of all micro-batches so far is a mean over."""
-        return self._number
 
     @property
     def complete(self) -> bool:
@@ -241,11 +237,11 @@ class Accumulation:
     def factor(self) -> torch.Tensor | None:
         """What makes the gradients those of the whole batch, once; no micro-batch may follow."""
         self.closed = self.done > 0
-        if self._settled or self._first is None or self._number is None:
+        if self._settled or self._first is None or self.number is None:
             return None
         self._settled = True
         with raw():
-            return self._first / self._number
+            return self._first / self.number
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -254,7 +250,7 @@ class Accumulation:
             return None
         dtype, layout = self._like
         with raw():
-            mean = (self._total if self._number is None else self._total / self._number).to(dtype)
+            mean = (self._total if self.number is None else self._total / self.number).to(dtype)
         return mean if layout is None else stamp(mean, layout)
 
     def _sum(self) -> DTensor:

@@ -273,7 +273,7 @@ def _along_first(name: str, others: Sequence[Any], options: Mapping[str, Any], n
 def _is_by_place(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
     """Whether a call does to the first dim what hangs on the places in it, or on how many they are."""
     if name == "getitem":
-        first = others[0][0] if isinstance(others[0], tuple) and others[0] else others[0]
+        first = _first_of(others[0])
         if isinstance(first, torch.Tensor):
             return first.dtype is not torch.bool and first.ndim > 0
         return isinstance(first, int | slice) and not _is_full(first)
@@ -292,13 +292,18 @@ def _is_by_place(name: str, others: Sequence[Any], options: Mapping[str, Any], n
     return any(d is None or (type(d) is int and d % ndim == 0) for d in every)
 
 
+def _first_of(key: Any) -> Any:
+    """What an index says of the first dim."""
+    return key[0] if isinstance(key, tuple) and key else key
+
+
 def _is_full(key: Any) -> bool:
     return isinstance(key, slice) and key.start is key.stop is key.step is None
 
 
 def _without_full(key: Any, length: int) -> Any:
     """An index, whose first part is ``:`` if it takes all of so many."""
-    first = key[0] if isinstance(key, tuple) and key else key
+    first = _first_of(key)
     if not isinstance(first, slice) or type(first.stop) is not int or first.stop < length:
         return key
     if first.start not in (None, 0) or first.step not in (None, 1):
@@ -314,8 +319,7 @@ def _by_one_letter(equation: str) -> bool:
 def _moves_first(name: str, others: Sequence[Any], options: Mapping[str, Any], ndim: int) -> bool:
     """Whether another dim comes first then, and what was first is there still."""
     if name == "getitem":
-        first = others[0][0] if isinstance(others[0], tuple) and others[0] else others[0]
-        return first is None
+        return _first_of(others[0]) is None
     if name == "getattr":
         return others[0] in ("T", "H") or (others[0] in ("mT", "mH") and ndim == 2)
     if name == "unsqueeze":

@@ -68,11 +68,12 @@ def answering(args: Any, kwargs: Any) -> Any:
     Such as what a pipeline has yet to compute: ``target.eq(output)``. Of what torch asks first, the others
     would never be asked.
     """
+    return next(filter(answers_itself, leaves((args, kwargs))), None)
 
-    def answers(x: Any) -> bool:
-        return not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
 
-    return next(filter(answers, leaves((args, kwargs))), None)
+def answers_itself(x: Any) -> bool:
+    """Whether it says what functions of torch do with it, as tensors may, and is none."""
+    return not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
 
 
 StandsFor = dict[tuple[torch.autograd.graph.Node, int], DTensor]
@@ -329,7 +330,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         local_args, local_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
         if isinstance(target, torch.Tensor) and type(target) is not DTensor and not mesh.is_member:
             raise absent(layouts[0])
-        if any(not same_data(lay, Layout.replicated(mesh, lay.shape)) for lay in layouts):
+        if any(not lay.is_plain for lay in layouts):
             if name in _RESHAPING and type(target) is DTensor and not _is_plain(target):
                 raise NotImplementedError(
                     f"{name} of a DTensor that is not replicated ({target._layout!r}): it would change the "

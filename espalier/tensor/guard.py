@@ -40,14 +40,14 @@ from espalier.tensor.asked import each_for_itself
 from espalier.tensor.dispatch import carry_out, unruled
 from espalier.tensor.dtensor import DTensor, kind_of, layout_of, plain, set_class, stamp, up_to_date
 from espalier.tensor.encoders import install_encoders
-from espalier.tensor.fallback import GatherWarning, cut_again, writes
+from espalier.tensor.fallback import GatherWarning, answers_itself, cut_again, writes
 from espalier.tensor.loans import pass_on, whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import filled_by_key, true_seeds
 from espalier.tensor.rules import RULES
-from espalier.tensor.rules.meta import answers_itself, seeded, went_back, whole_starts
+from espalier.tensor.rules.meta import seeded, went_back, whole_starts
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
     JVP,
@@ -102,7 +102,7 @@ def install() -> None:
                 if answering():
                     break
                 return _typed(original, cls, args, kwargs, a)
-        if any(not isinstance(a, torch.Tensor) and hasattr(a, "__torch_function__") for a in args):
+        if any(map(answers_itself, args)):
             # what stands for a tensor that is yet to be computed: forward would go through with it
             return handle_torch_function(cls.apply, args, *args, **kwargs)
         is_own = getattr(cls, "espalier", False) or answering()
@@ -217,9 +217,7 @@ def _of_scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         given = leaves([list(args), kwargs]) if torch_functions_on() else []
         is_cut = any(type(x) is DTensor for x in given)
-        stands = [
-            x for x in given if not isinstance(x, torch.Tensor) and hasattr(type(x), "__torch_function__")
-        ]
+        stands = list(filter(answers_itself, given))
         if not (is_cut or stands or recorders()):
             return original(function, *args, **kwargs)
         if (source := written_in_python(function)) is not None:
@@ -663,7 +661,7 @@ def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         out = call(*args, **kwargs)
     if not mode.held or in_transform() is not None:
         return out
-    if any(not same_data(lay, Layout.replicated(lay.mesh, lay.shape)) for lay in mode.held):
+    if any(not lay.is_plain for lay in mode.held):
         _warn()
     mesh, of_args = mode.held[0].mesh, tuple(mode.held)
 

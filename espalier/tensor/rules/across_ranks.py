@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functions
 from torch.overrides import TorchFunctionMode
 
-from espalier.layout import Layout, same_data
 from espalier.meanwhile import having
 from espalier.sharding.spec import special
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
@@ -311,8 +310,7 @@ def _refuse(name: str, given: dict[str, Any], written: list[DTensor]) -> None:
     for x in tensors_in(given):
         if type(x) is DTensor:
             layout = x._layout.own
-            apart = not same_data(layout, Layout.replicated(layout.mesh, layout.shape))
-            if apart or name.endswith("recv"):
+            if not layout.is_plain or name.endswith("recv"):
                 raise NotImplementedError(
                     f"torch.distributed.{name} of a DTensor that lies as {layout!r}: it is one value of all "
                     "ranks, and two of them make this call. Let all ranks call x.full_tensor(), or use "

@@ -17,7 +17,7 @@ from espalier.layout.layout import R, is_partial
 from espalier.sharding.spec import bound_to, special, spellings
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
-from espalier.tensor.fallback import stood_for
+from espalier.tensor.fallback import answers_itself, stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, pass_on, share
 from espalier.tensor.saved import saving_places
 from espalier.tensor.told import Telling, as_addends, share_of_addend
@@ -314,11 +314,6 @@ def _plain_start(gradient: Any) -> Any:
     if type(gradient) is DTensor:
         return gradient.full_tensor()
     return torch.as_tensor(gradient) if answers_itself(gradient) else gradient
-
-
-def answers_itself(x: Any) -> bool:
-    """Whether it says what functions of torch do with it, as tensors may, and is none."""
-    return hasattr(type(x), "__torch_function__") and not issubclass(type(x), torch.Tensor)
 
 
 @special(forward_dual)
