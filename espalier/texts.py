@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -45,6 +46,12 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def names_of_tables(folder: Traversable) -> tuple[str, ...]:
+    """Of the files of TOML in a folder of the package."""
+    names = (file.name for file in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def listed(head: str, lines: Sequence[str], most: int | None = None) -> str:

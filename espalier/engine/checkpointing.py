@@ -40,6 +40,7 @@ from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import before_handing_out, is_handed_out
 from espalier.tensor.random import state_of_keys
+from espalier.texts import listed
 from espalier.torch_private import raw
 
 _RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
@@ -546,11 +547,8 @@ def told_conflicts(checkpoint: Checkpoint, lines: Sequence[str]) -> ValueError |
     """An error that tells all of them, if there are some."""
     if not lines:
         return None
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return ValueError(
-        "\n  ".join(
-            [f"{checkpoint.path} does not fit this engine; nothing was changed:", *lines[:_SHOWN], *more]
-        )
+        listed(f"{checkpoint.path} does not fit this engine; nothing was changed:", lines, _SHOWN)
     )
 
 

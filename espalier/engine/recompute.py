@@ -39,7 +39,7 @@ from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
 from espalier.tensor.saved import by_outer, outer_hooks, unpacked
 from espalier.tensor.ways import Ways
-from espalier.texts import similar
+from espalier.texts import listed, similar
 from espalier.torch_private import (
     function_mode_stack,
     memory_id,
@@ -75,7 +75,7 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str]:
         if not fnmatch.filter(names, pattern)
     ]
     if wrong:
-        raise ValueError("\n  ".join([f"recompute: blocks of {type(model).__name__}:", *wrong]))
+        raise ValueError(listed(f"recompute: blocks of {type(model).__name__}:", wrong))
     choices = {}
     for name in names:
         kind = next((k for p, k in plan.recompute.items() if fnmatch.fnmatchcase(name, p)), "none")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -26,22 +25,16 @@ def positions_in(input_ids: torch.Tensor, most: int) -> int:
     return s
 
 
-def initialize_weights(
-    model: nn.Module, *, residual: Collection[str], additions: int, std: float = 0.02
-) -> None:
+def initialize_weights(model: nn.Module, layers: int) -> None:
     """Draw all Linear, Conv2d and Embedding weights from a normal distribution, biases zero.
 
-    Args:
-        model: changed in place.
-        residual: last names of the Linear modules that add to the residual stream.
-        additions: how many of them there are; their deviation is ``std / sqrt(additions)``,
-            so that the stream's variance does not grow with depth.
-        std: standard deviation of all other weights.
+    Its deviation is 0.02; of the Linear modules that add to the residual stream, two in each of the
+    ``layers``, ``0.02 / sqrt(2 * layers)``, so that the stream's variance does not grow with depth.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
-            scaled = name.rpartition(".")[2] in residual
-            nn.init.normal_(module.weight, std=std / math.sqrt(additions) if scaled else std)
+            adds = name.rpartition(".")[2] in ("o_proj", "down_proj")
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
         if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
             nn.init.zeros_(module.bias)
 

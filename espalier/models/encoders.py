@@ -48,7 +48,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, causal=False) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
         self.head = nn.Linear(config.hidden, config.classes, bias=config.bias)
-        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+        initialize_weights(self, config.layers)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> ImageOutput:
         c = self.config
@@ -89,7 +89,7 @@ class BERT(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=config.bias)
         if config.tied:
             self.head.weight = self.embed.weight
-        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+        initialize_weights(self, config.layers)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> LanguageModelOutput:
         s = positions_in(input_ids, self.config.max_positions)

@@ -108,7 +108,7 @@ class GPT(Generates):
         cos, sin = rotary_tables(config.max_positions, config.size_of_head, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+        initialize_weights(self, config.layers)
 
     def embedded(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None

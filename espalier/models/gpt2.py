@@ -89,7 +89,7 @@ class GPT2(Generates):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        initialize_weights(self, residual=("o_proj", "down_proj"), additions=2 * config.layers)
+        initialize_weights(self, config.layers)
 
     def forward(
         self,

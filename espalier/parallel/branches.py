@@ -30,6 +30,7 @@ from espalier.mesh.parts import at
 from espalier.tensor import full_tensor, plain, stamp
 from espalier.tensor.dry_runs import Drawing
 from espalier.tensor.dtensor import DTensor, become_parameter, layout_of, redistribute
+from espalier.texts import listed
 from espalier.torch_private import disable_modes, raw, version_of
 from espalier.trees import tree_map
 
@@ -71,7 +72,7 @@ def found_branches(model: nn.Module, table: Branches | None, n: int) -> dict[str
         numbers.update(dict.fromkeys(matched, number))
     wrong += [f"{a!r} lies within {b!r}" for a in numbers for b in numbers if a.startswith(f"{b}.")]
     if wrong:
-        raise ValueError("\n  ".join(["Branches:", *wrong]))
+        raise ValueError(listed("Branches:", wrong))
     return numbers
 
 

@@ -46,6 +46,7 @@ from espalier.texts import (
     Settings,
     did_you_mean,
     in_columns,
+    names_of_tables,
     read_table,
     toml_value,
 )
@@ -364,7 +365,7 @@ def here() -> Path:
 
 def shipped() -> tuple[str, ...]:
     """The names of the clusters that come with the package."""
-    return tuple(sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml")))
+    return names_of_tables(_FOLDER)
 
 
 def _strangers(cluster: Cluster) -> list[tuple[str, Any, str]]:

@@ -21,7 +21,15 @@ from tokenizers import Tokenizer
 
 from espalier.faults.settings import Spikes
 from espalier.parallel import Plan, PlanError
-from espalier.texts import MISSING, Mistake, MistakeError, did_you_mean, read_table, unknown_key
+from espalier.texts import (
+    MISSING,
+    Mistake,
+    MistakeError,
+    did_you_mean,
+    names_of_tables,
+    read_table,
+    unknown_key,
+)
 from espalier.train.model_spec import HF, Facts, ModelSpec, read_model
 from espalier.train.names import name_mistakes
 from espalier.train.sections import (
@@ -47,7 +55,7 @@ MASKS = ("<|mask|>", "[MASK]", "<mask>")
 
 def shipped_jobs() -> tuple[str, ...]:
     """The names of the jobs that come with the package."""
-    return tuple(sorted(f.name.removesuffix(".toml") for f in _SHIPPED.iterdir() if f.name.endswith(".toml")))
+    return names_of_tables(_SHIPPED)
 
 
 class JobError(MistakeError):

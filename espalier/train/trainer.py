@@ -26,6 +26,7 @@ from espalier.engine import SpikeError
 from espalier.parallel import Plan, PlanError
 from espalier.parallel.pipeline import Timeline
 from espalier.parallel.schedules.simulate import can_draw, draw
+from espalier.texts import listed
 from espalier.torch_private import set_last_rates
 from espalier.train.building import (
     build_model,
@@ -551,7 +552,7 @@ class RunCheckpoints:
         lines = list(differences(saved["job"], _plain(self._job.raw)))
         self._take_options(saved["job"].get("optimizer", {}))
         if lines:
-            self._progress.say("\n  ".join(["this job is not the one that was saved:", *lines]))
+            self._progress.say(listed("this job is not the one that was saved:", lines))
 
     def roll_back(self) -> bool:
         """Go back to the last checkpoint; whether there is one."""

@@ -37,6 +37,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.dtensor import become_parameter
 from espalier.tensor.modules import distribute_module, lay_out_parameter
+from espalier.texts import listed
 from espalier.torch_private import forward_hooks
 
 Table = Mapping[str, str]
@@ -93,7 +94,7 @@ def kinds_of(model: nn.Module, table: Table) -> dict[str, str]:
             wrong.append(f"{pattern!r} matches no module of {type(model).__name__}")
         kinds.update(dict.fromkeys(matched, kind))
     if wrong:
-        raise ValueError("\n  ".join(["Tensor-parallel layouts:", *wrong]))
+        raise ValueError(listed("Tensor-parallel layouts:", wrong))
     return kinds
 
 
