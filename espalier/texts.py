@@ -61,6 +61,11 @@ def listed(head: str, lines: Sequence[str], most: int | None = None) -> str:
     return "\n  ".join([head, *lines[: len(lines) - left], *more])
 
 
+def few(names: Collection[str], most: int = 3) -> str:
+    """Names on one line, of which no more than so many are shown."""
+    return ", ".join([*list(names)[:most], *(["..."] if len(names) > most else [])])
+
+
 # ---- what was meant
 
 

@@ -48,6 +48,7 @@ from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
 from espalier.tensor.observers import user_frame
+from espalier.texts import few
 from espalier.torch_private import version_of
 
 
@@ -246,7 +247,7 @@ def _see_what_differs(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
     if alone:
         raise ValueError(f"engine.save: some ranks alone give the tensor {_plain_name(alone[0])!r}. {advice}")
     if apart:
-        names = ", ".join(map(_plain_name, sorted(apart)[:3]))
+        names = few([*map(_plain_name, sorted(apart))])
         words = (
             f"engine.save: ranks give {names} different values, and one of them is saved for all. {advice}"
         )
@@ -468,7 +469,7 @@ class SaveWork:
         with self._lock:
             versions, self._versions = self._versions, []
             changed = [piece.name for piece, version in versions if version_of(piece.values) > version]
-            self._changed = self._changed or ", ".join(changed[:3])
+            self._changed = self._changed or few(changed)
 
     def _write(self) -> None:
         if self._error is not None:

@@ -30,6 +30,7 @@ from espalier.checkpoint.tensor_file import check, damaged, read
 from espalier.checkpoint.zero_files import is_zero, read_zero, tagged
 from espalier.layout.layout import Box, overlap
 from espalier.tensor.observers import user_frame
+from espalier.texts import few
 from espalier.trees import named_leaves
 
 SHARDS = ".safetensors.index.json"
@@ -169,7 +170,7 @@ def _iteration(path: Path) -> Path:
 
 def _only(paths: list[Path], path: Path) -> Path:
     if len(paths) > 1:
-        names = ", ".join(x.name for x in paths[:4])
+        names = few([x.name for x in paths], 4)
         raise FormatError(f"{path} holds {len(paths)} of a kind ({names}): give the path of one of them.")
     return paths[0]
 

@@ -84,14 +84,11 @@ def compile_blocks(
     alike = Alike(compiler(), asking)
     for block in blocks:
         if block not in names:
-            compile_forward(block, alike.of_region(), fullgraph=False)
+            compile_forward(block, alike.of_region())
     keeping = [names[block] for block in blocks if block in names]
     _tell_of_parts(blocks, names)
     alike_too = Alike(compiler(partial(Tracing, policy)), asking)
-    regions = {
-        name: compile_forward(model.get_submodule(name), alike_too.of_region(), fullgraph=False)
-        for name in keeping
-    }
+    regions = {name: compile_forward(model.get_submodule(name), alike_too.of_region()) for name in keeping}
     recompute_in_graphs(model, regions, plan.recompute_inputs, policy)
     for name in keeping:
         del recomputed[name]

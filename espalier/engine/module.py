@@ -21,7 +21,7 @@ from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
 from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.start import initialize
-from espalier.engine.surface import HandedOut, bound
+from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders
 from espalier.tensor.observers import user_frame
@@ -89,9 +89,9 @@ class EngineModule(nn.Module):
             ValueError: in a transform of torch.func, before the model is laid out.
             NotImplementedError: in one, in a pipeline.
         """
-        handed_out: HandedOut | None = self.__dict__.pop("_handed_out", None)
-        if handed_out is not None:
-            handed_out.tell()
+        given: GivenState | None = self.__dict__.pop("_given_state", None)
+        if given is not None:
+            given.tell()
         if torch.is_grad_enabled() and self.engine.optimizer is None:
             optimizer = optimizer_of(self.module)
             if optimizer is not None:
@@ -176,7 +176,7 @@ class EngineModule(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """See :meth:`espalier.Engine.state_dict`."""
         own = self.engine.state_dict()
-        self.__dict__["_handed_out"] = HandedOut(own, self.module)
+        self.__dict__["_given_state"] = GivenState(own, self.module)
         states = with_notes_of(own, {f"{prefix}{name}": x for name, x in own.items()}, prefix)
         if destination is None:
             return states
@@ -188,7 +188,7 @@ class EngineModule(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
     ) -> Any:
         """See :meth:`espalier.Engine.load_state_dict`; values are copied, also with ``assign``."""
-        self.__dict__.pop("_handed_out", None)
+        self.__dict__.pop("_given_state", None)
         return self.engine.load_state_dict(state_dict, strict, **options)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
@@ -209,7 +209,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
 
 def _to_model(held: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Have a module around find what its state dict gave: values by the model's own names."""
-    held.__dict__.pop("_handed_out", None)
+    held.__dict__.pop("_given_state", None)
     given = {key: state_dict[key] for key in [*state_dict] if key.startswith(prefix)}
     own = {*own_parameters(held), *own_buffers(held)}  # which a prepared model has as its own
     for key in given:

@@ -31,6 +31,7 @@ from espalier.tensor.compiled import Backend
 from espalier.tensor.copies import run_as_written
 from espalier.tensor.modules import see_all_rows
 from espalier.tensor.observers import user_frame
+from espalier.texts import few
 
 
 def initialize(
@@ -138,8 +139,8 @@ def _refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, p in named_parameters_in(model) if is_lazy(p)]
     if lazy:
         raise ValueError(
-            f"{', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}: lazy, without a shape yet. Call the "
-            "plain model on a batch once, then make the optimizer, and then the engine."
+            f"{few(lazy)}: lazy, without a shape yet. Call the plain model on a batch once, then make the "
+            "optimizer, and then the engine."
         )
 
 
@@ -152,9 +153,9 @@ def _refuse_scripted(model: nn.Module) -> None:
     ]
     if scripted:
         raise ValueError(
-            f"{', '.join(scripted[:3])}{', ...' if len(scripted) > 3 else ''}: compiled by torch.jit, which "
-            "keeps parameters of its own: they would be neither laid out nor trained. Give the module "
-            "itself, without torch.jit.script or trace; initialize(..., compile=True) compiles its blocks."
+            f"{few(scripted)}: compiled by torch.jit, which keeps parameters of its own: they would be "
+            "neither laid out nor trained. Give the module itself, without torch.jit.script or trace; "
+            "initialize(..., compile=True) compiles its blocks."
         )
 
 
@@ -166,8 +167,8 @@ def _make_dense(model: nn.Module) -> None:
         module.sparse = False
     if sparse:
         warnings.warn(
-            f"{', '.join(map(repr, [*sparse][:3]))}{', ...' if len(sparse) > 3 else ''}: sparse=True is left "
-            "out, as sparse gradients are not summed over ranks. Dense ones give the same updates.",
+            f"{few([*map(repr, sparse)])}: sparse=True is left out, as sparse gradients are not summed over "
+            "ranks. Dense ones give the same updates.",
             stacklevel=user_frame()[0],
         )
 

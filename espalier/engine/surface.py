@@ -18,8 +18,10 @@ from espalier.engine.by_model import loads_by_itself, with_notes_of
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.record import Arguments, mapped
 from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.loans import Written
 from espalier.tensor.observers import user_frame
-from espalier.torch_private import memory_id, raw, version_of
+from espalier.texts import few
+from espalier.torch_private import memory_id, raw
 
 
 class Keys(NamedTuple):
@@ -143,28 +145,25 @@ class Surface(ABC):
         """Take the model's weights."""
 
 
-class HandedOut:
+class GivenState:
     """Sees whether a program writes to what a state dict gave it, where these are copies; it holds none."""
 
     def __init__(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        self._marks: list[tuple[str, torch.Tensor, int]] = []
-        with raw(), torch.no_grad():
+        with raw():
             live = {memory_id(x) for x in (*parameters_in(model), *model.buffers()) if not is_sparse(x)}
-            for name, x in state.items():
-                if type(x) is not torch.Tensor or is_sparse(x) or x.is_inference() or memory_id(x) in live:
-                    continue
-                mark = x.detach()  # which counts what is written to x, and goes on without its memory
-                mark.data = x.new_empty(0)
-                self._marks.append((name, mark, version_of(mark)))
+            self._copies = {
+                name: Written(x)
+                for name, x in state.items()
+                if type(x) is torch.Tensor and not (is_sparse(x) or x.is_inference() or memory_id(x) in live)
+            }
 
     def tell(self) -> None:
         """Warn of what was written to."""
-        written = [name for name, mark, version in self._marks if version_of(mark) != version]
+        written = [name for name, copy in self._copies.items() if copy.is_new()]
         if written:
-            names = ", ".join([*written[:3], *(["..."] if len(written) > 3 else [])])
             warnings.warn(
-                f"What model.state_dict() gave was written to ({names}), and these are copies here: the "
-                "model's parameters are as they were. Give it back, on all ranks: model.load_state_dict("
+                f"What model.state_dict() gave was written to ({few(written)}), and these are copies here: "
+                "the model's parameters are as they were. Give it back, on all ranks: model.load_state_dict("
                 "state); or write to the parameters (with torch.no_grad(): p.copy_(x)).",
                 stacklevel=user_frame()[0],
             )

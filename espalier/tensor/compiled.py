@@ -135,15 +135,13 @@ def compile(  # torch's own name for it
     return Region(model, model, compiler, fullgraph)
 
 
-def compile_forward(module: torch.nn.Module, backend: Backend, fullgraph: bool = True) -> Region:
+def compile_forward(module: torch.nn.Module, backend: Backend) -> Region:
     """Compile what a module's ``forward`` is now; hooks, and what is put around it later, stay outside.
 
-    So its parameters may be gathered before each call, and released after it. A copy runs as it is written.
-
-    Args:
-        fullgraph: as of :func:`compile`.
+    So its parameters may be gathered before each call, and released after it. A copy runs as it is
+    written; so does, with a warning, what cannot be one graph.
     """
-    region = Region(module.forward, module, backend, fullgraph)
+    region = Region(module.forward, module, backend, fullgraph=False)
 
     def call(self: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return region(*args, **kwargs) if region.owner is self else own(*args, **kwargs)

@@ -16,6 +16,7 @@ from espalier.sharding.spec import RULES
 from espalier.tensor.dtensor import Arguments, DTensor, plain, redistribute, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, writes
 from espalier.tensor.observers import user_frame
+from espalier.texts import few
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in, tree_map
 
@@ -80,7 +81,7 @@ def _tell(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
     if whole.copied and not all(map(_is_alike, tensors)):
         raise SeveralMeshesError(
             f"{call} takes tensors of several stages, and stages have copies of "
-            f"{', '.join(whole.copied[:3])}: the ranks would not make the same calls. Compute with what "
+            f"{few(whole.copied)}: the ranks would not make the same calls. Compute with what "
             "engine.full_state_dict() or engine.full_gradients() gives, on every rank."
         )
     places = " and ".join({str(list(t._layout.mesh.ranks)): None for t in tensors})

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.files import write_file
-from espalier.texts import toml_key, toml_value
+from espalier.texts import few, toml_key, toml_value
 from espalier.train.metrics import readable_bytes, readable_time
 
 PAGE = "report.html"
@@ -37,7 +37,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "metrics.jsonl").is_file():
         near = sorted(path.parent for path in folder.glob("*/metrics.jsonl")) if folder.is_dir() else []
-        hint = " Its folders " + ", ".join(map(str, near[:5])) + " are such." if near else ""
+        hint = " Its folders " + few([*map(str, near)], 5) + " are such." if near else ""
         raise ValueError(
             f"{folder} is no folder of a run: it has no metrics.jsonl. `espalier train` makes one in runs/, "
             f"or in train.out.{hint}"

@@ -43,7 +43,7 @@ from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor
 from espalier.tensor.loans import Written
 from espalier.tensor.observers import user_frame
-from espalier.texts import refuse
+from espalier.texts import few, refuse
 from espalier.torch_private import as_written, current_graph_task_id, own_apply, own_load
 from espalier.trees import tree_map
 
@@ -320,7 +320,7 @@ class _Fully:
         copies, self._copies = self._copies, {}
         if written := [name for name, x in copies.items() if x.is_new()]:
             warnings.warn(
-                f"What model.state_dict() gave was written to ({', '.join(written[:3])}), and these are "
+                f"What model.state_dict() gave was written to ({few(written)}), and these are "
                 "copies of float32 masters: the parameters are as they were. Give it back, on all ranks: "
                 "model.load_state_dict(state).",
                 stacklevel=user_frame()[0],

@@ -44,7 +44,7 @@ from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.loans import here
 from espalier.tensor.names import Reads
 from espalier.tensor.observers import user_frame
-from espalier.texts import similar
+from espalier.texts import few, similar
 from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 
 Runner = Callable[["StageProgram", Env, torch.device], None]
@@ -496,7 +496,7 @@ class _Family:
             ]
             raise SplitError(
                 f"The model has other modules than when it was divided among stages: "
-                f"{', '.join(new[:3]) + ' came later' if new else 'some are gone'}. Stages hold what it had "
+                f"{few(new) + ' came later' if new else 'some are gone'}. Stages hold what it had "
                 "then. Let it have all its modules before the first batch, or train under a plan without "
                 "pipe."
             )
@@ -530,7 +530,7 @@ def refuse_later(model: nn.Module, known: Container[int] | None = None) -> NoRet
     new = [repr(name) for name, p in named_parameters_in(model) if is_later(p)]
     raise SplitError(
         "The model has other parameters than when it was divided among stages: "
-        f"{', '.join(new[:3])} came later, each rank with its own. Give the values to a parameter that "
+        f"{few(new)} came later, each rank with its own. Give the values to a parameter that "
         "there was (p.data = value, p.copy_(value), load_state_dict without assign=True), or train under "
         "a plan without pipe."
     )
