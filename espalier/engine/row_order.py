@@ -173,19 +173,16 @@ class _Walk:
 
     def _of_call(self, of: Any) -> _Way:
         name, first, others, options = _read(of._step)
-        met, found = self.met(of), self._found(of)
-        seen = [(x, self.see(x)) for x in met]
-        ways = {way for x, way in seen if way is not None or name not in _PAIRING or not _is_number(x)}
+        met = self.met(of)
+        way = self._in_common(name, met)
         ndim = next((x._shapes().ndim for x in met if isinstance(x._shapes(), torch.Tensor)), 0)
-        if _MOVED in ways and any(isinstance(way, int) for way in ways):
-            self.by_place = f"{name} of rows and rows"
-        way = ways.pop() if len(ways) == 1 else None
-        if name == "getitem" and isinstance(way, int):
-            others = [_without_full(others[0], way * self._rows)]
-        if isinstance(way, int) and ndim and _is_by_place(name, others, options, ndim):
-            self.by_place = f"a loss with {name}" if name != "getitem" else "out[...] of some"
-        if name == "einsum" and isinstance(way, int) and isinstance(first, str) and len(met) > 1:
-            self.by_place = self.by_place if _by_one_letter(first) else "einsum of rows and rows"
+        if isinstance(way, int):
+            if name == "getitem":
+                others = [_without_full(others[0], way * self._rows)]
+            if ndim and _is_by_place(name, others, options, ndim):
+                self.by_place = f"a loss with {name}" if name != "getitem" else "out[...] of some"
+            if name == "einsum" and isinstance(first, str) and len(met) > 1 and not _by_one_letter(first):
+                self.by_place = "einsum of rows and rows"
         if way == _MOVED or (isinstance(way, int) and _moves_first(name, others, options, ndim)):
             return _MOVED if len(met) == 1 or name in _PAIRING else None
         if _along_first(name, others, options, ndim):
@@ -193,7 +190,7 @@ class _Walk:
         chooses = self._chooses(name, others, met, way)
         pairs = chooses or name in _PAIRING or name in _LOSSES
         target = options.get("target", others[0] if others else None) if name in _BY_CLASS else None
-        for x in found:
+        for x in self._found(of):
             if isinstance(x, Kept) or not x.ndim or x.shape[0] == self._rows:
                 continue
             fits = pairs and way is not None and x.shape[0] == self._length(way)
@@ -212,6 +209,14 @@ class _Walk:
         keeps = _keeps_first(name, others, options, ndim)
         keeps = keeps and (name not in _PRODUCTS or isinstance(first, Kept))
         return way if (pairs or keeps or name in _OF_EACH) and self._of_shape(of) == way else None
+
+    def _in_common(self, name: str, met: Sequence[Any]) -> _Way:
+        """The way of all that a call meets; None if they have several."""
+        seen = [(x, self.see(x)) for x in met]
+        ways = {way for x, way in seen if way is not None or name not in _PAIRING or not _is_number(x)}
+        if _MOVED in ways and any(isinstance(way, int) for way in ways):
+            self.by_place = f"{name} of rows and rows"
+        return ways.pop() if len(ways) == 1 else None
 
     def _is_tensor(self, of: Any) -> bool:
         """Not a size of one."""

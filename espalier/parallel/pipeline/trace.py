@@ -27,6 +27,7 @@ from espalier.parallel.pipeline.outside import Outside
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
+    Answer,
     AnswerRecorder,
     ModelStandIns,
     ModuleCall,
@@ -135,7 +136,8 @@ def _traced(
             forget_backward_hooks(module)
         before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
         hooks = hooks_in(twin.module)
-        recorded = _recorded(twin, device, fake, whole, is_watched)
+        run = partial(_recorded, twin, device, fake, whole, is_watched)
+        recorded = run()
         hooked = newly_hooked(twin.module, hooks)
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
         drawn = _torchs_drawn_from(twin.module, recorded)
@@ -154,20 +156,7 @@ def _traced(
                 for name, key in recorded.sets
                 if tensors_in([vars(modules[name]).get(key)], objects=2)
             }
-            # what a first run only sets up is no loss, as each stage begins like it; what changes again is
-            before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
-            tell_of_gradients = gradients_left(twin.module, recorded)
-            again = _recorded(twin, device, fake, whole, is_watched)
-            tell_of_gradients(again)
-            later = _but(drawn, stand_ins.changes(twin.module, before))
-            for name, keys in later.items():
-                recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
-            beside = outside.changes()
-            outside.tell_of_tensors(beside)
-            for key, names in beside.items():
-                for name in names:
-                    recorded.changed.setdefault(name, []).append(f"reads {key!r}, which changes each time")
-                    recorded.sharing[name] = recorded.sharing.get(name, set()) | names
+            later = _changed_again(recorded, run, stand_ins, twin.module, drawn)
             recorded.first = {
                 Place(name, key, key in own_buffers(modules[name])): value
                 for name, key in places
@@ -175,10 +164,40 @@ def _traced(
                 and key not in later.get(name, ())
                 and _is_known(value := value_at(twin.module, name, key))
             }
-            for name in unlike(recorded, again):
-                said = recorded.changed.setdefault(name, [])
-                said += [] if said else ["does something else when it is called again"]
     return recorded
+
+
+def _changed_again(
+    recorded: Trace,
+    run: Callable[[], Trace],
+    stand_ins: ModelStandIns,
+    model: nn.Module,
+    drawn: Container[tuple[str, str]],
+) -> Mapping[str, list[str]]:
+    """Run a model a second time, and note what is unlike the first run.
+
+    What the first only sets up is no loss, as each stage begins like it; what changes again is.
+
+    Returns:
+        by the modules' names, the attributes that it sets again.
+    """
+    before, outside = stand_ins.snapshot(model), Outside(model)
+    tell_of_gradients = gradients_left(model, recorded)
+    again = run()
+    tell_of_gradients(again)
+    later = _but(drawn, stand_ins.changes(model, before))
+    for name, keys in later.items():
+        recorded.changed.setdefault(name, []).extend(f"sets {key!r}" for key in keys)
+    beside = outside.changes()
+    outside.tell_of_tensors(beside)
+    for key, names in beside.items():
+        for name in names:
+            recorded.changed.setdefault(name, []).append(f"reads {key!r}, which changes each time")
+            recorded.sharing[name] = recorded.sharing.get(name, set()) | names
+    for name in unlike(recorded, again):
+        said = recorded.changed.setdefault(name, [])
+        said += [] if said else ["does something else when it is called again"]
+    return later
 
 
 def _torchs_drawn_from(model: nn.Module, of: Trace) -> dict[tuple[str, str], int]:
@@ -533,16 +552,7 @@ class _Recorder(TorchFunctionMode):
         if (function := function_of(func)) is not None:
             call = partial(self._by_itself, function, numbers, leaves((args, kwargs), nn.Module))
         self.worked.begin()
-        try:
-            # what needs a gradient is followed here: what is real could not get one from what is fake
-            with torch.no_grad() if tensors else contextlib.nullcontext():
-                out, answer = heard(call, args, kwargs)
-        except DataDependentOutputException as error:
-            raise _Hidden(f"{name_of(func)} reads what the model computes") from error
-        except Exception as error:
-            if isinstance(error, (_Hidden, *_HIDDEN)) or not any(isinstance(x, FakeTensor) for x in tensors):
-                raise
-            raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
+        out, answer = _run(func, call, tensors, args, kwargs)
         if name == "to" and any(out is x for x in tensors):
             # it moves nothing here, but may where the stages run
             out = torch.ops.aten.alias.default(out)
@@ -680,6 +690,30 @@ def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[dict[torch.Tensor,
     finally:
         for table, key, x in kept:
             table[key] = x
+
+
+def _run(
+    func: Callable[..., Any],
+    call: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Answer | None]:
+    """What a call of a function gives, and what is heard of it (see :func:`heard`).
+
+    Raises:
+        _Hidden: it would need values that are not there.
+    """
+    try:
+        # what needs a gradient is followed here: what is real could not get one from what is fake
+        with torch.no_grad() if tensors else contextlib.nullcontext():
+            return heard(call, args, kwargs)
+    except DataDependentOutputException as error:
+        raise _Hidden(f"{name_of(func)} reads what the model computes") from error
+    except Exception as error:
+        if isinstance(error, (_Hidden, *_HIDDEN)) or not any(isinstance(x, FakeTensor) for x in tensors):
+            raise
+        raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
 
 
 def _sum(x: torch.Tensor) -> float:
