@@ -374,9 +374,8 @@ class Staged(Passes):
             here = {m for i in self.stages.local for m in self.stages.split.stages[i].inner}
             others = {m for of in self.stages.split.stages for m in of.inner} - here
             self._hooks_elsewhere = {m: hooks_of(m) for m in others}
-        if not any(map(any, self._hooks_elsewhere.values())):  # each pass looks
-            return
-        if not (modules := observed(self._hooks_elsewhere)):
+        are_there = any(map(any, self._hooks_elsewhere.values()))  # each pass looks
+        if not are_there or not (modules := observed(self._hooks_elsewhere)):
             return
         self._has_told_of_hooks = True
         names = {m: name for name, m in self.call.module.named_modules()}
@@ -690,10 +689,9 @@ class Staged(Passes):
 
     def _exchanged(self, x: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
         """What each of some coordinates of the pipe has in place of this rank's tensor."""
-        mine = self._here
         tag = 2 * (self.plan.pipe * self.plan.stages_per_rank)
-        others = swap_with(x, self.mesh, self._axis, [i for i in among if i != mine], tag).wait()
-        others.insert(list(among).index(mine), x)
+        others = swap_with(x, self.mesh, self._axis, [i for i in among if i != self._here], tag).wait()
+        others.insert(list(among).index(self._here), x)
         return others
 
     def _share_values(self, data: ZeroState) -> None:
