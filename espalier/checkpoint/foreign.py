@@ -222,10 +222,10 @@ class StoredOptimizer:
                 options.setdefault(group, {})[key] = value
         of: dict[str, str] = {}
         for group, group_options in options.items():
-            words = group_options.get(
-                "params", [group]
-            )  # a group for each parameter, where they were flattened
-            for word in words if isinstance(words, list | tuple) else [words]:
+            # a group for each parameter, where they were flattened
+            words = group_options.get("params", [group])
+            words = words if isinstance(words, list | tuple) else [words]
+            for word in words:
                 if isinstance(word, int) and len(of) < len(order):
                     of[str(word)] = order[len(of)]  # numbered as they come
                 elif str(word) in known:

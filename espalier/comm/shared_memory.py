@@ -51,9 +51,8 @@ COURIER: Final = 1
 _LANES: Final = 2
 _LINE: Final = struct.Struct("qqqq")  # channel, tag, bytes, where
 _PAGE: Final = mmap.PAGESIZE
-_KEPT: Final = (
-    1 / 16
-)  # of the host's memory, by all ranks, beyond which large blocks are not kept for the next
+# of the host's memory, by all ranks, beyond which large blocks are not kept for the next
+_KEPT: Final = 1 / 16
 _LARGE: Final = 1 << 20
 _SLICE: Final = 0.1  # seconds between two looks at whether a peer lives
 _FAREWELL: Final = 5.0  # seconds that one who leaves stays for those that have not taken its last messages

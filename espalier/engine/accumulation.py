@@ -390,16 +390,18 @@ _BY_ROWS = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits "
     "conv2d conv3d max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool2d".split()
 )
+# along dims
 _ALONG = frozenset(
     "sum mean prod amax amin max min argmax argmin any all std var norm vector_norm logsumexp median cumsum "
     "cumprod softmax log_softmax sort topk normalize".split()
-)  # along dims
+)
 # of the second matrix, where what a product has as columns comes from
 _COLUMNS = {"matmul": 1, "__matmul__": 1, "mm": 1, "linear": 0, "inner": 0, "cdist": 0}
+# their values are not the given ones'
 _FRESH = frozenset(
     "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like "
     "backward register_hook retain_grad size dim".split()
-)  # their values are not the given ones'
+)
 
 
 class Counting(Watcher):

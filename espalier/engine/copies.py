@@ -73,21 +73,8 @@ class Copies:
         for twin, made in self._early.items():
             laid_out = copy.deepcopy(model)
             for own, other in zip(twin.modules(), laid_out.modules(), strict=True):
-                tables: list[tuple[dict[str, Any], dict[str, Any]]]
-                tables = [
-                    (own_parameters(own), own_parameters(other)),
-                    (own_buffers(own), own_buffers(other)),
-                ]
-                for mine, new in tables:
-                    for name, x in new.items():
-                        value = mine.get(name)
-                        if isinstance(x, nn.Parameter) and value is not None:
-                            x.requires_grad_(value.requires_grad)  # the program may have frozen it
-                        # what was deferred had the model's values; what has none here lies on other ranks
-                        if x is not None and value is not None and not (x.is_meta or value.is_meta):
-                            with torch.no_grad():
-                                x.copy_(value)
-                    mine.update(new)
+                _replace(own_parameters(own), own_parameters(other))
+                _replace(own_buffers(own), own_buffers(other))
             for p, x in zip(parameters_in(model), parameters_in(twin), strict=True):
                 name_value(x, "copy", made, name_of(p))
         self._early.clear()
@@ -128,6 +115,19 @@ class Copies:
                 p.requires_grad_(not p.requires_grad)
             for m, was in before:
                 m.training = was
+
+
+def _replace(mine: dict[str, Any], new: dict[str, Any]) -> None:
+    """Put laid-out tensors in the place of a copy's, with its values."""
+    for name, x in new.items():
+        value = mine.get(name)
+        if isinstance(x, nn.Parameter) and value is not None:
+            x.requires_grad_(value.requires_grad)  # the program may have frozen it
+        # what was deferred had the model's values; what has none here lies on other ranks
+        if x is not None and value is not None and not (x.is_meta or value.is_meta):
+            with torch.no_grad():
+                x.copy_(value)
+    mine.update(new)
 
 
 def _refuse_trained(twin: nn.Module) -> None:

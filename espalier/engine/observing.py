@@ -86,7 +86,6 @@ class Observers:
     Args:
         module: the model.
         mesh: along whose axis ``pipe`` its stages lie.
-
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:

@@ -194,9 +194,8 @@ class _Stand:
             part.grad = grad
         states: list[State] = [{} for _ in self.parts]
         for name, x in self._state.items():
-            is_number = name == "step" or not isinstance(
-                x, torch.Tensor
-            )  # a parameter may have no dims either
+            # by its name, as a parameter may have no dims either
+            is_number = name == "step" or not isinstance(x, torch.Tensor)
             pieces = [x, _copied(x)] if is_number else self._cut(plain(x))
             for state, piece in zip(states, pieces, strict=False):
                 state[name] = piece

@@ -74,41 +74,45 @@ class Space:
                     continue
                 cuts = self._cuts(pipe * virtual)
                 for way, recompute in self._ways(tensor, schedule):
-                    zeros = _ZEROS if data * context > 1 else (0,)
-                    mixes = itertools.product(
-                        self._values("zero", list(zeros)), self._experts(data, way), replicas
-                    )
+                    zeros = self._values("zero", list(_ZEROS if data * context > 1 else (0,)))
+                    mixes = itertools.product(zeros, self._experts(data, way), replicas)
                     for zero, expert, replicate in mixes:
                         if replicate > 1 and "replicate" not in self._fixed and (zero < 3 or expert > 1):
                             continue  # what is cut is sent once a step
                         if pipe > 1 and zero > 1 and "zero" not in self._fixed:
                             continue  # gathered or reduced for each micro-batch
-                        fields = {
+                        plan = self._plan(
                             **base,
-                            "tensor": tensor,
-                            "context": context,
-                            "pipe": pipe,
-                            "data": data // replicate,
-                            "replicate": replicate,
-                            "expert": expert,
-                            "accumulate": micro,
+                            tensor=tensor,
+                            context=context,
+                            pipe=pipe,
+                            data=data // replicate,
+                            replicate=replicate,
+                            expert=expert,
+                            accumulate=micro,
                             **way,
-                            "recompute": recompute,
-                            "zero": zero,
-                            "schedule": schedule,
-                            "stages_per_rank": virtual,
-                            "cuts": cuts,
-                            **self._fixed,
-                        }
-                        try:
-                            plan = Plan(**fields)
-                        except PlanError as error:
-                            self._refused.setdefault(error.mistakes[0].text(), "the plan's own checks")
-                            continue
-                        unit = math.prod(plan.axes[x] for x in ROWS[plan.tensor_mode])
-                        few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
-                        if few and rows % unit == 0:
+                            recompute=recompute,
+                            zero=zero,
+                            schedule=schedule,
+                            stages_per_rank=virtual,
+                            cuts=cuts,
+                        )
+                        if plan is not None and self._divides(plan, rows):
                             yield plan, rows
+
+    def _plan(self, **fields: Any) -> Plan | None:
+        """The plan of these values, but for those that are not searched; None: its own checks refuse it."""
+        try:
+            return Plan(**{**fields, **self._fixed})
+        except PlanError as error:
+            self._refused.setdefault(error.mistakes[0].text(), "the plan's own checks")
+            return None
+
+    def _divides(self, plan: Plan, rows: int) -> bool:
+        """Whether the tensor axes divide a micro-batch's rows, and leave each rank few of them."""
+        unit = math.prod(plan.axes[x] for x in ROWS[plan.tensor_mode])
+        few = unit == 1 or rows <= 2 * unit or "tensor_mode" in self._fixed
+        return few and rows % unit == 0
 
     def _replicas(self, tensor: int, context: int, pipe: int, data: int) -> list[int]:
         """Into how many groups that hold the same the data axis is divided: one, or one a host."""

@@ -472,9 +472,7 @@ def ask(
         except TypeError:
             return None  # an overload that the rule does not know
         operands = leaves(bound.arguments, Operand)
-        for i, operand in enumerate(
-            operands
-        ):  # in the order of the rule's parameters, not as they were given
+        for i, operand in enumerate(operands):  # as the rule's parameters come, not as they were given
             operand.index = i
         spec = rule(*seen_args, **seen_kwargs)
     if spec is None or len(spec.ins) != len(operands):

@@ -26,9 +26,8 @@ _ROWS = frozenset([_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape
 _CASTS = frozenset([_ATEN._to_copy.default, torch.ops.prims.convert_element_type.default])
 _PRODUCT, _WITH_BIAS, _SUM = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.add.Tensor
 _PRODUCTS = (_PRODUCT, _WITH_BIAS)
-_TURNS = (
-    _ROWS | _CASTS | {_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.detach.default}
-)  # by which a matrix comes to be: nothing hangs on when it does
+# by which a matrix comes to be: nothing hangs on when it does
+_TURNS = _ROWS | _CASTS | {_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.detach.default}
 
 
 class _Spot(NamedTuple):
