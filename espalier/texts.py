@@ -31,6 +31,11 @@ def in_columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     ]
 
 
+def dtype_name(dtype: object) -> str:
+    """A dtype as plans, files and texts name it: ``"float32"`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def toml_key(name: str) -> str:
     """A name as a key of TOML: in quotes where it must be."""
     is_bare = name.replace("_", "").replace("-", "").isalnum() and name.isascii()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.layout.layout import Box
+from espalier.texts import dtype_name
 
 
 class FormatError(ValueError):
@@ -146,7 +147,7 @@ class Index:
         number = {name: i for i, name in enumerate(names)}
         tensors = {
             name: {
-                "dtype": _name_of(entry.info.dtype),
+                "dtype": dtype_name(entry.info.dtype),
                 "shape": entry.info.shape,
                 "boxes": [(*s.box, number[s.file], s.start, s.crc) for s in entry.boxes],
             }
@@ -221,10 +222,6 @@ def _merge_values(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into.setdefault(key, value)
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -295,7 +292,7 @@ def encode(value: Any, at: str, tensor: Take) -> Any:
     if isinstance(value, complex):
         return {"$complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, torch.dtype):
-        return {"$dtype": _name_of(value)}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
     if isinstance(value, argparse.Namespace):

@@ -28,7 +28,7 @@ from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.parallel.tensor.tables import unstyled
 from espalier.tensor.observers import user_frame
-from espalier.texts import refuse
+from espalier.texts import dtype_name, refuse
 
 # ---- the ranks that differ from this one along some axes, as programs of other systems ask for them
 
@@ -165,17 +165,12 @@ def make_folder_of(filename: str | Path) -> None:
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype as plans name it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def precision_of(compute: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Any]:
     """A plan's precision of the dtypes of parameters and of sums; scaling is the program's own affair."""
     low = compute if compute in (torch.bfloat16, torch.float16) else None
-    precision: dict[str, Any] = {"compute": "float32" if low is None else name_of(low)}
+    precision: dict[str, Any] = {"compute": "float32" if low is None else dtype_name(low)}
     if reduce is not None and reduce in (torch.float32, torch.bfloat16, torch.float16):
-        precision["reduce"] = name_of(reduce)
+        precision["reduce"] = dtype_name(reduce)
     if low is torch.float16:
         precision["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
     return precision

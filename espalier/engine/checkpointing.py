@@ -40,7 +40,7 @@ from espalier.tensor import DTensor, full_tensor, layout_of, plain, stamp
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import before_handing_out, is_handed_out
 from espalier.tensor.random import state_of_keys
-from espalier.texts import listed
+from espalier.texts import dtype_name, listed
 from espalier.torch_private import raw
 
 _RANDOM, _STREAMS = "random.torch", "random.device"  # the latter has a row for each rank
@@ -721,7 +721,7 @@ def _write_config(model: Any, entries: Mapping[str, TensorInfo], folder: Path) -
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     floats = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
-    config.dtype = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+    config.dtype = dtype_name(floats[0] if floats else torch.float32)
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -60,6 +60,7 @@ from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
+from espalier.texts import dtype_name
 from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
@@ -393,8 +394,7 @@ class Staged(Passes):
             self._tell_of_hooks()
         self.memory.hidden.show(self.call.module)
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        parts = data.gradients.parts
-        evaluation, pulse = self.evaluation, self.pulse
+        parts, evaluation, pulse = data.gradients.parts, self.evaluation, self.pulse
         context = self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory
         return StageContext(*context, self.observers, data.begin_micro_batch)
 
@@ -619,7 +619,7 @@ class Staged(Passes):
                 if grad is None:
                     unlike |= {m.name: None} if m.p.requires_grad else {}
                 elif grad.dtype is not m.p.dtype or not m.p.requires_grad:
-                    unlike[m.name] = str(grad.dtype).removeprefix("torch.")
+                    unlike[m.name] = dtype_name(grad.dtype)
         if unlike == self._unlike:
             return False
         self._unlike = unlike

@@ -29,6 +29,7 @@ from espalier.comm.ring import GATHERED, SUMMED
 from espalier.device import is_accelerator
 from espalier.layout import chunk_bounds
 from espalier.mesh import Mesh
+from espalier.texts import dtype_name
 from espalier.torch_private import OpOverload, disable_modes, keep_order, schema_of, with_effects
 from espalier.trees import leaves
 
@@ -446,7 +447,7 @@ class _Rewriting:
         begun = self._new(effect, (token, begin, *arguments), (meta, number_meta))
         self._begun.append(begun)
         between, number = self._item(begun, 0, meta), self._item(begun, 1, number_meta)
-        dtype, device = str(values[0].dtype).removeprefix("torch."), str(values[0].device)
+        dtype, device = dtype_name(values[0].dtype), str(values[0].device)
         ended = self._new(effect, (between, end, number, mesh, parts, dtype, device), (meta, values))
         everything = self._item(ended, 1, values)
         for i, call in enumerate(calls):

@@ -34,6 +34,7 @@ from espalier.tensor.observers import (
 )
 from espalier.tensor.random import position_of_keys, same_position
 from espalier.tensor.rules import RULES
+from espalier.texts import dtype_name
 from espalier.torch_private import getter, memory_id, raw, version_of
 from espalier.trees import tensors_in, tree_map
 
@@ -250,7 +251,7 @@ class Sanitizer(Watcher):
         cause: str,
     ) -> None:
         x = plain(x.detach())
-        form = f"{x.dtype}".removeprefix("torch.") + f" {list(x.shape) if layout is None else layout}"
+        form = f"{dtype_name(x.dtype)} {list(x.shape) if layout is None else layout}"
         strided = x if x.layout is torch.strided else None
         desk.write(
             CheckRecord(what, where, form, axes, fingerprint(x), cause, strided, version_of(x), layout)

@@ -21,6 +21,7 @@ from espalier.device import EXACT, FASTER, is_accelerator, is_exact, names
 from espalier.engine.checkpointing import tree_of
 from espalier.layout import Layout, local_box
 from espalier.planner import Cluster, shipped
+from espalier.texts import dtype_name
 
 SHOWN = 64
 """Ranks that are told one by one: of more the first."""
@@ -184,7 +185,7 @@ def slow_products(engine: Any) -> str | None:
 
 def _peak(device: torch.device, ranks: list[dict[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
     """Operations a second of all ranks at their best, and from where that is known."""
-    kind = str(dtype).removeprefix("torch.")
+    kind = dtype_name(dtype)
     if is_accelerator(device):
         known = published(ranks[0]["device"], kind)
         if known is not None:

@@ -14,7 +14,7 @@ from espalier.compat.deepspeed.config import load
 from espalier.compat.deepspeed.groups import init_distributed
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.mesh.process import running_size
-from espalier.texts import MistakeError, unknown_key
+from espalier.texts import MistakeError, dtype_name, unknown_key
 
 _OWNER: Final = "deepspeed.init_inference"
 _WORDS: Final = {
@@ -170,7 +170,7 @@ def init_inference(
         if tables.get(key) not in (None, {}, 1, False) and key in tables:
             wrong.append((key, tables[key], f"not to be had here: {reason}"))
     given = tables.get("dtype", torch.float16)
-    word = str(given).removeprefix("torch.")
+    word = dtype_name(given)
     word = _WORDS.get(word, word)
     if word not in ("float32", "float16", "bfloat16", "float64"):
         wrong.append(("dtype", given, "expected torch.float16, torch.bfloat16 or torch.float32"))

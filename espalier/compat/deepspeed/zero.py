@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from espalier.comm import collectives
@@ -17,6 +16,7 @@ from espalier.compat.absent import or_absent
 from espalier.compat.deepspeed.groups import init_distributed
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.mesh.process import running_size
 from espalier.parallel.data.chunks import show
 from espalier.tensor import DTensor, deferred, lay_out, plain
 from espalier.tensor.deferred import make_parameters_real
@@ -76,7 +76,7 @@ def _not_yet_cut(params: Iterable[Any], modifier_rank: int | None) -> Iterator[N
     else:
         init_distributed()
         changed = [p.detach() for p in held]
-        ranks = dist.get_world_size() if held and dist.is_initialized() else 1
+        ranks = running_size() if held else 1
         mesh = Mesh.from_env({"data": ranks}) if ranks > 1 else None
         values = [x if mesh is None else collectives.broadcast(x, mesh, 0, modifier_rank) for x in changed]
     with torch.no_grad():

@@ -19,6 +19,7 @@ from espalier.device import copy_by, host_buffer, host_threads, is_accelerator, 
 from espalier.mesh import Mesh
 from espalier.planner.calibrate.timing import level, timed, together
 from espalier.planner.recording import noted
+from espalier.texts import dtype_name
 from espalier.torch_private import foreach_copy_, foreach_mul_, foreach_norms
 
 Run = Callable[[], object]
@@ -257,7 +258,7 @@ def _round(mesh: Mesh, dtypes: Sequence[torch.dtype], say: Callable[[str], objec
             measured["spreads"].setdefault(kind, []).extend(spread for _, spread in points)
 
     for dtype in dtypes:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         say(f"matrix products in {name}: {shapes} shapes")
         keep("products", name, products(dtype, device))
         say(f"attention in {name}")
