@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import suppress
@@ -78,6 +79,12 @@ def _options(
     ] = False,
 ) -> None:
     """Train single-device PyTorch models on a mesh of ranks."""
+
+
+def _write_json(path: Path | None, table: Any) -> None:
+    """Write what JSON takes, where that is asked for."""
+    if path is not None:
+        path.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
 
 
 @app.command()
@@ -172,16 +179,13 @@ def dry(
 ) -> None:
     """Predict one step on any number of ranks, without starting one: bytes per axis, peak memory."""
     with one_clear_message(debug):
-        import json
-
         place = dict(map(_numbered, rank or []))
         loaded = load(job, set_ or [], ranks)
         from espalier.train.building import dry_step
 
         report = dry_step(loaded, place or None)
         Console().print(str(report), highlight=False, markup=False)
-        if json_ is not None:
-            json_.write_text(json.dumps(report.to_dict(), indent=1) + "\n", "utf-8")
+        _write_json(json_, report.to_dict())
 
 
 @app.command()
@@ -218,15 +222,12 @@ def plan(
     Exit code 1 when nothing fits.
     """
     with one_clear_message(debug):
-        import json
-
         from espalier.train.foresight import foresee
         from espalier.train.job import Job
 
         foreseen = foresee(Job.load(job, set_ or []), cluster, ranks, fix or [], memory, quick=quick)
         say(Console(), foreseen.text)
-        if json_ is not None:
-            json_.write_text(json.dumps(foreseen.table, indent=1) + "\n", "utf-8")
+        _write_json(json_, foreseen.table)
         if html is not None and foreseen.fits:
             html.write_text(foreseen.page(), "utf-8")
         if trace is not None and foreseen.fits:
@@ -295,8 +296,6 @@ def compare(
 ) -> None:
     """Lay what plan says of a job's own plan beside real steps of it on this machine, term by term."""
     with one_clear_message(debug):
-        import json
-
         loaded, console = load(job, set_ or [], ranks), Console()
         from espalier.parallel.schedules.simulate import draw
         from espalier.planner.cluster import Cluster
@@ -313,8 +312,7 @@ def compare(
         comparison = Comparison(checked.prediction, measured, checked.bytes)
         for line in comparison.lines():
             say(console, line)
-        if json_ is not None:
-            json_.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n", "utf-8")
+        _write_json(json_, comparison.to_dict())
         if html is not None:
             html.write_text(compare_page(loaded.name, comparison, timeline), "utf-8")
         if trace is not None and timeline is not None and measured.timeline is not None:
