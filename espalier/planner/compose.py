@@ -72,11 +72,6 @@ class Totals:
         """The most of all phases."""
         return max(self.peaks.values(), default=0)
 
-    @property
-    def peak_at(self) -> str:
-        """The phase of the peak."""
-        return max(self.peaks, key=lambda phase: self.peaks[phase], default="")
-
     @staticmethod
     def of(report: DryReport, why: str = "") -> Totals:
         """Those of a dry run."""

@@ -40,7 +40,8 @@ def both(plan: dict[str, Any], layers: int, coordinate: Any = None, **more: Any)
     assert all(a is b for a, b in zip(kept, optimizer.param_groups[0]["params"], strict=True))
     report = espalier.dry_run(net, plan, batch, optimizer=optimizer, coordinate=coordinate, max_grad_norm=1.0)
     whole = Totals.of(report)
-    assert whole.peak_bytes == report.peak_bytes and whole.peak_at == report.peak_at
+    assert whole.peak_bytes == report.peak_bytes
+    assert max(whole.peaks, key=whole.peaks.__getitem__) == report.peak_at
     return short, whole
 
 
