@@ -28,7 +28,7 @@ from espalier.layout.layout import bounds
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
-from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
 from espalier.torch_private import raw
@@ -379,7 +379,10 @@ def _overlaps(have: Sequence[int], want: Sequence[int]) -> list[list[int]]:
 
 def _has_rows(x: Any) -> bool:
     # what is sparse, a graph say, goes whole to all ranks
-    return isinstance(x, torch.Tensor) and x.ndim > 0 and not is_sparse(x)
+    if not isinstance(x, torch.Tensor) or x.ndim == 0 or is_sparse(x):
+        return False
+    refuse_nested(x)
+    return True
 
 
 def _stretch(start: int, n: int) -> Callable[[Any], Any]:
@@ -511,6 +514,7 @@ def _apart(sums: torch.Tensor) -> list[float]:
 def _mark(x: torch.Tensor) -> torch.Tensor:
     """A number of about 1 that hangs on all elements (on some, of a large tensor) and their order."""
     with raw():
+        refuse_nested(x)
         if is_sparse(x):
             x = x.detach().to_sparse_coo().coalesce().values()
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()

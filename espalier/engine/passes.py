@@ -43,7 +43,7 @@ from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dry_runs import States
-from espalier.tensor.dtensor import is_sparse
+from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
 from espalier.torch_private import getter, is_a_view, raw
@@ -98,6 +98,7 @@ class ModelCall:
         def first(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
+            refuse_nested(x)
             device = next(parameters_in(self.module)).device
             return full_tensor(x)[:rows].to(device) if x.ndim and rows else full_tensor(x).to(device)
 

@@ -20,7 +20,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.sharding.spec import Operand, RuleFunction, Spec, spellings
 from espalier.tensor.compare import compared
 from espalier.tensor.dispatch import forget
-from espalier.tensor.dtensor import DTensor, left, redistribute, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, left, redistribute, refuse_nested, stamp, up_to_date
 from espalier.tensor.loans import part_of
 from espalier.tensor.observers import claim
 from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
@@ -63,6 +63,7 @@ def distribute_tensor(
             "distribute_tensor makes a new leaf, so that gradients would not reach what this tensor was "
             "computed from. Give a leaf (tensor.detach() is one); inside a computation use from_local."
         )
+    refuse_nested(tensor)
     layout = Layout(mesh, placements, tuple(tensor.shape), order=order)
     return lay_out(tensor, layout, source=src_data_rank)
 
@@ -152,6 +153,7 @@ def from_local(
     placements = placements if placements is not None else [Replicate()] * mesh.ndim
     if isinstance(local, DTensor):
         raise TypeError("from_local expects this rank's plain part, got a DTensor already.")
+    refuse_nested(local)
     if shape is None:
         grown = list(local.shape)
         for n, placement in zip(mesh.shape, placements, strict=False):

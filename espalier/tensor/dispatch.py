@@ -23,7 +23,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import Arguments, DTensor, absent, is_sparse, layout_of, set_class, stamp
+from espalier.tensor.dtensor import Arguments, DTensor, absent, is_sparse, layout_of, refuse_nested, set_class, stamp
 from espalier.tensor.fallback import (
     answering,
     asks_in_place,
@@ -568,6 +568,7 @@ def key_of(a: Any) -> Any:
     if t is tuple or t is list or t is torch.Size:
         return (t, *[x if type(x) in _ITSELF else key_of(x) for x in a])
     if isinstance(a, torch.Tensor):
+        refuse_nested(a)
         return (t, a.shape, a.dtype, a.layout, is_strict.get()) if a.ndim else (t, a.dtype)
     if isinstance(a, dict):
         return (dict, *[(k, key_of(v)) for k, v in a.items()])

@@ -704,6 +704,21 @@ def is_sparse(x: torch.Tensor) -> bool:
     return type(x) is not DTensor and x.layout in _SPARSE
 
 
+def refuse_nested(x: torch.Tensor) -> None:
+    """See that a tensor is not one of torch's nested ones.
+
+    Raises:
+        ValueError: it is.
+    """
+    if type(x) is not DTensor and x.is_nested:
+        raise ValueError(
+            "A nested tensor has no layout: its rows are of several lengths, so that no part of it has a shape. "
+            "Give rows of one length and a mask (torch.nested.to_padded_tensor(x, 0.0)), or the values of all "
+            "rows one behind another, and their offsets. A function of plain tensors may use nested ones within "
+            "itself: call it by espalier.local_map."
+        )
+
+
 def left(x: torch.Tensor) -> torch.Tensor:
     """``plain`` of what leaves the type in the user's program, which is recorded where that is."""
     with raw():
@@ -722,6 +737,7 @@ def layout_of(x: torch.Tensor, mesh: Mesh | None = None) -> Layout:
         return x._layout.own
     if mesh is None:
         raise TypeError("layout_of expects a DTensor; a plain tensor has no layout.")
+    refuse_nested(x)
     return Layout.replicated(mesh, tuple(x.shape))
 
 

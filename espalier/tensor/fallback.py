@@ -26,7 +26,7 @@ from espalier.layout.layout import R
 from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.tensor.dry_autocast import answered_for_meta
-from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, stamp
+from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, refuse_nested, stamp
 from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
@@ -403,9 +403,10 @@ _RESHAPING = frozenset("resize_ resize_as_ set_ as_strided_".split())
 
 
 def _stamp_whole(x: Any, mesh: Mesh) -> Any:
-    # what is sparse stays plain: a DTensor's data is strided
-    if isinstance(x, torch.Tensor) and type(x) is not DTensor and x.layout is torch.strided:
-        return stamp(x, layout_of(x, mesh))
+    if isinstance(x, torch.Tensor) and type(x) is not DTensor:
+        refuse_nested(x)
+        if x.layout is torch.strided:  # what is sparse stays plain: a DTensor's data is strided
+            return stamp(x, layout_of(x, mesh))
     return x
 
 

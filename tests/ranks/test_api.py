@@ -399,6 +399,47 @@ def _(x: torch.Tensor, n: int, w: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return x.new_empty(x.shape[0], w.shape[1]), torch.empty_like(x)
 
 
+def nested(rank: int, world: int) -> None:
+    """Tensors with rows of several lengths are refused in words, wherever they meet DTensors."""
+    mesh = Mesh.from_env({"data": 2})
+    rows = [seeded(3, 4), seeded(2, 4)]
+    whole = distribute_tensor(torch.cat(rows), mesh, [R])
+    offsets = torch.tensor([0, 3, 5])
+
+    def ragged(layout: torch.layout) -> torch.Tensor:
+        return torch.nested.nested_tensor(rows, layout=layout)
+
+    class Within(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values = super().forward(x)
+            made = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, len(x)]))
+            return super().forward(made)
+
+    def called(model: nn.Module, x: torch.Tensor, plan: dict[str, Any], **options: Any) -> None:
+        espalier.prepare(model.double(), plan=plan, **options)(x)
+
+    trials: list[Any] = [
+        lambda: torch.nested.nested_tensor_from_jagged(whole, offsets),
+        lambda: torch.nested.as_nested_tensor([whole[:3], whole[3:]], layout=torch.jagged),
+        lambda: torch.nested.as_nested_tensor([whole[:3], whole[3:]]),
+        lambda: called(Within(4, 4), seeded(4, 4), {"data": 2}),
+        lambda: called(nn.Sequential(*[nn.Linear(4, 4)] * 2), ragged(torch.jagged), {"pipe": 2}),
+    ]
+    for layout in (torch.jagged, torch.strided):
+        x = ragged(layout)
+        trials += [
+            lambda x=x: distribute_tensor(x, mesh, [S(0)]),
+            lambda x=x: DTensor.from_local(x, mesh, [R]),
+            lambda x=x: whole[0] + x,
+            lambda x=x: called(nn.Linear(4, 4), x, {"data": 2}),
+            lambda x=x: called(nn.Linear(4, 4), x, {"data": 2, "zero": 3}, rows="own"),
+        ]
+    for i, trial in enumerate(trials):
+        with pytest.raises(ValueError, match="A nested tensor has no layout"):
+            trial()
+            raise AssertionError(i)
+
+
 def shardings(rank: int, world: int) -> None:
     mesh = grid()
     seen: list[Any] = []
@@ -464,3 +505,9 @@ def test_on_a_grid(ranks: Any, check: Any) -> None:
 @pytest.mark.parametrize("check", ON_ANY)
 def test_on_a_line(ranks: Any, check: Any, world: int) -> None:
     ranks(world, check)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:__getitem__ has no sharding rule")
+def test_nested_tensors(ranks: Any) -> None:
+    ranks(2, nested)
