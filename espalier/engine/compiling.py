@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import nn
 from espalier.blocks import around, blocks
 from espalier.engine.recompute import chosen, recompute_in_graphs
 from espalier.engine.selective import Policy, Tracing, keep_products
-from espalier.meanwhile import having
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
-from espalier.parallel.pipeline.record import caching
+from espalier.parallel.pipeline.record import caching, uncached
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
 from espalier.tensor.observers import user_frame
@@ -119,7 +117,5 @@ def _without_caches(
     """
     for_loss = torch.is_grad_enabled() or kwargs.get("labels") is not None
     asking = [config for config in configs if config.use_cache is True] if for_loss else []
-    with ExitStack() as stack:
-        for config in asking:
-            stack.enter_context(having(config, use_cache=False))
+    with uncached(asking, kwargs):
         return own(*args, **kwargs)

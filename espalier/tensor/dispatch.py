@@ -23,7 +23,16 @@ from espalier.mesh import Mesh
 from espalier.sharding.solve import solve
 from espalier.sharding.spec import Operand, Placed, Spec
 from espalier.tensor import loans
-from espalier.tensor.dtensor import Arguments, DTensor, absent, is_sparse, layout_of, refuse_nested, set_class, stamp
+from espalier.tensor.dtensor import (
+    Arguments,
+    DTensor,
+    absent,
+    is_sparse,
+    layout_of,
+    refuse_nested,
+    set_class,
+    stamp,
+)
 from espalier.tensor.fallback import (
     answering,
     asks_in_place,

@@ -712,10 +712,10 @@ def refuse_nested(x: torch.Tensor) -> None:
     """
     if type(x) is not DTensor and x.is_nested:
         raise ValueError(
-            "A nested tensor has no layout: its rows are of several lengths, so that no part of it has a shape. "
-            "Give rows of one length and a mask (torch.nested.to_padded_tensor(x, 0.0)), or the values of all "
-            "rows one behind another, and their offsets. A function of plain tensors may use nested ones within "
-            "itself: call it by espalier.local_map."
+            "A nested tensor has no layout: its rows are of several lengths, no part of it has a shape. "
+            "Give rows of one length and a mask (torch.nested.to_padded_tensor(x, 0.0)), or the values of "
+            "all rows one behind another, and their offsets. A function of plain tensors may use nested ones "
+            "within itself: call it by espalier.local_map."
         )
 
 

@@ -26,7 +26,17 @@ from espalier.layout.layout import R
 from espalier.meanwhile import setting
 from espalier.mesh import Mesh
 from espalier.tensor.dry_autocast import answered_for_meta
-from espalier.tensor.dtensor import DTensor, absent, is_sparse, layout_of, left, plain, redistribute, refuse_nested, stamp
+from espalier.tensor.dtensor import (
+    DTensor,
+    absent,
+    is_sparse,
+    layout_of,
+    left,
+    plain,
+    redistribute,
+    refuse_nested,
+    stamp,
+)
 from espalier.tensor.loans import is_view, lend, loans_in
 from espalier.tensor.observers import user_frame
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import espalier
 from espalier.models import generate
@@ -136,3 +138,37 @@ def test_what_is_kept_is_known_of_each() -> None:
 )
 def test_equals_one_process(ranks: Any, world: int, trials: list[Any]) -> None:
     ranks(world, trains, trials, timeout=300)
+
+
+def packed(rank: int, world: int) -> None:
+    """Positions that begin anew within a row: masks hang on whether there is a cache, asked for or not."""
+    hf = pytest.importorskip("transformers")
+    rows = [[*range(5), *range(4)], [*range(9)]]
+
+    def losses(use_cache: bool | None, lay: Any) -> list[float]:
+        torch.manual_seed(0)
+        net = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "head_dim": None})).double()
+        net, optimizer = lay(net, torch.optim.SGD(net.parameters(), 1.0))
+        given = {} if use_cache is None else {"use_cache": use_cache}
+        found = []
+        for positions in ([rows[1], rows[1]], rows):
+            ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(len(found)))
+            logits = net(ids, position_ids=torch.tensor(positions), **given).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    by_cache = {}
+    for use_cache in (None, False):
+        by_cache[use_cache] = expected = losses(use_cache, lambda *given: given)
+        for plan, options in (({"pipe": 2}, {}), ({"data": 2}, {"compile": "eager"})):
+            found = losses(use_cache, partial(espalier.prepare, plan=plan, **options))
+            assert found == pytest.approx(expected, rel=0, abs=1e-10), (use_cache, plan)
+    assert abs(by_cache[None][1] - by_cache[False][1]) > 1e-4
+
+
+def test_rows_of_several_sequences(ranks: Any) -> None:
+    ranks(2, packed)

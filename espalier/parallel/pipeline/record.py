@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.blocks import named_parameters_in
 from espalier.layout import Layout
+from espalier.meanwhile import having
 from espalier.parallel.pipeline.observed import Observed
 from espalier.tensor import DTensor, full_tensor, recorder, stamp
 from espalier.tensor.before import is_of_torch
@@ -693,9 +695,8 @@ class ModelStandIns:
                     f"{type(self.model).__name__} cannot be split: a copy of it (copy.deepcopy) is made "
                     "anew, with parameters of other names. A model is split by what a copy of it does."
                 )
-            for config in caching(twin.module.modules()):
-                config.use_cache = False
-            yield twin
+            with uncached(caching(twin.module.modules()), extra):
+                yield twin
 
     @staticmethod
     def snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -780,6 +781,23 @@ def caching(modules: Iterable[nn.Module]) -> list[Any]:
         id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", None) is True
     }
     return list(configs.values())
+
+
+@contextmanager
+def uncached(configs: Sequence[Any], inputs: Any) -> Iterator[None]:
+    """While open, a call of models that ask for caches of keys and values, unasked by its inputs, fills none.
+
+    Their masks stay those of a call that fills one: transformers takes positions that begin anew within a row
+    for those of several sequences only where there is no cache.
+    """
+    asked = inputs.get("use_cache") if isinstance(inputs, Mapping) else None
+    masks = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        for config in configs:
+            stack.enter_context(having(config, use_cache=False))
+        if configs and asked is None and hasattr(masks, "find_packed_sequence_indices"):
+            stack.enter_context(having(masks, find_packed_sequence_indices=lambda position_ids: None))
+        yield
 
 
 def _remembered(m: nn.Module, marks: Marks) -> dict[str, Any]:
