@@ -50,6 +50,8 @@ from espalier.mesh.process import (
 )
 
 _TAIL_LINES = 30
+# sets have one order in all ranks: programs call modules, and so the ranks one another, in it
+_ONE_ORDER = {"PYTHONHASHSEED": "0"}
 _TRACE = re.compile(r"\[rank\d+\]: ?")
 
 
@@ -85,7 +87,7 @@ def launch(
 
     ``argv`` is what would follow ``python``: ``["train.py", "--fast"]`` or ``["-m", "package.module"]``.
     The ranks get torchrun's environment, this process's, and ``env``; one thread each unless
-    ``OMP_NUM_THREADS`` says otherwise. They meet at ``port`` on the loopback, by default a free one.
+    ``OMP_NUM_THREADS`` says otherwise, and one order of sets unless ``PYTHONHASHSEED`` does. They meet at ``port`` on the loopback, by default a free one.
 
     Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
     copied to ours as it comes. What the other ranks print goes to files, and in the end, where they printed
@@ -153,13 +155,16 @@ def launch(
 
 def _settings(hosts: Hosts | None) -> dict[str, str]:
     """What the environment of ranks has beside ours."""
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    settings = _unless_said({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **_ONE_ORDER})
     if hosts is None:
         use_loopback(settings)
     else:
         settings |= settings_for(hosts)
     return settings
+
+
+def _unless_said(settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if name not in os.environ}
 
 
 def _is_heard(name: str) -> bool:
@@ -495,7 +500,8 @@ def spawn(
     with temporary_folder() as folder:
         work = (_portable(fn), dict(axes), args, n, port, str(folder), device_type)
         try:
-            torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
+            with _environment(_unless_said(_ONE_ORDER)):
+                torch.multiprocessing.spawn(_rank, work, nprocs=n)  # type: ignore[no-untyped-call]
         except Exception:
             _raise_cause(folder, n)
             raise

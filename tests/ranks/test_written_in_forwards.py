@@ -157,6 +157,45 @@ class OnFirst(nn.Module):
         return x + self.linear(x)
 
 
+class Unordered(nn.Module):
+    """Goes through the names in a set, whose order is another in each process, as transformers' models do."""
+
+    is_local = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scales = nn.ParameterDict({name: torch.randn(6) for name in "abcdef"})
+
+    def names(self, unordered: bool) -> list[str]:
+        return sorted(self.scales, reverse=unordered and dist.get_rank() == 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masks = {name: (x[:, :1] > ord(name) - 100).to(x.dtype) for name in self.names(self.is_local)}
+        h = self.first(x).tanh()
+        parts = {name: h * self.scales[name] for name in self.names(not self.is_local)}
+        h = self.second(h)
+        for name in sorted(self.scales):
+            h = h + parts[name] * masks[name]
+        return self.last(h)
+
+
+def unordered(rank: int, world: int) -> None:
+    """What each stage makes of the batch itself may come in any order; all else is compared."""
+    plan = partial(espalier.prepare, plan={"pipe": 2, "cuts": ["second"]})
+    expected, given = (numbers(trained(lambda: Unordered().double(), 6, 1, lay)) for lay in (as_it_is, plan))
+    assert (given - expected).abs().max().item() < TOLERANCE
+    with (
+        patch.object(Unordered, "is_local", False),
+        pytest.raises(ValueError, match="not the same on all ranks.*\n*.*PYTHONHASHSEED"),
+    ):
+        trained(lambda: Unordered().double(), 6, 1, plan)
+
+
+def test_orders_of_sets(ranks: Any) -> None:
+    ranks(2, unordered)
+
+
 def gathering(rank: int, world: int) -> None:
     for at in (1, 4):
         make = partial(net, Gathers, at)

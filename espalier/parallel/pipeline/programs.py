@@ -381,6 +381,7 @@ class Divided:
         for step, unit in zip(reversed(steps), reversed(every), strict=True):
             used = set(self._reads(unit)) | set(self._gives(unit))
             step.free = tuple(used - seen)
+            step.is_local = unit.call is None and unit.start in local
             seen |= used
         return ProgramBody(sources, steps, self.trace.device)
 

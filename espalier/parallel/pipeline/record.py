@@ -526,11 +526,12 @@ class ProgramStep:
             same.
         meets: whether it calls collectives, to which ranks of other stages do not come.
         again: in what it is computed again, if it is.
+        is_local: whether each stage that needs what it gives makes it of the batch for itself.
     """
 
     __slots__ = (
-        "_args", "_flat", "_kwargs", "_out", "_state", "again", "answers", "free", "func", "inputs", "meets",
-        "name", "outputs", "reads",
+        "_args", "_flat", "_kwargs", "_out", "_state", "again", "answers", "free", "func", "inputs",
+        "is_local", "meets", "name", "outputs", "reads",
     )  # fmt: skip
 
     def __init__(
@@ -552,7 +553,7 @@ class ProgramStep:
         self.outputs = tuple(ref.number for ref in leaves(out, Ref))
         self.free: tuple[int, ...] = ()
         self.answers: tuple[Answer, ...] = ()
-        self.meets = False
+        self.meets = self.is_local = False
         self.again: Again | None = None
 
     def generators(self) -> list[torch.Generator]:
@@ -563,6 +564,7 @@ class ProgramStep:
         """The step that calls something else in place of what this one does."""
         step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
         step.free, step.answers, step.meets, step.again = self.free, self.answers, self.meets, self.again
+        step.is_local = self.is_local
         return step
 
     def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:

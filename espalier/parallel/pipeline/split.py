@@ -8,6 +8,7 @@ modules is repeated call by call. The model itself is not changed.
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from bisect import bisect_right
 from collections import OrderedDict
@@ -125,6 +126,22 @@ class StageProgram:
         if not self._is_last:
             return tuple(env[n] for n in self._out)
         return closed(self.rebuilt([env[r.number] for r in leaves(self._result, Ref)]))
+
+    def mark(self) -> str:
+        """A hash of what its steps are given and what it sends, by how these come about.
+
+        What each stage makes of the batch for itself may come in any order, as that of a set is another in
+        each process.
+        """
+        sources = self._body.sources
+        marks = {s.number: f"{s.kind} {'' if s.kind == 'constant' else s.place}" for s in sources}
+        marks |= {n: f"received {i}" for i, n in enumerate(self._in)}
+        done: list[str] = []
+        for step in self.steps:
+            mark = hashlib.sha256(repr((step.name, [marks[n] for n in step.inputs])).encode()).hexdigest()
+            marks |= dict.fromkeys(step.outputs, mark)  # which of them a rank takes is its own affair
+            done += [] if step.is_local else [mark]
+        return hashlib.sha256(repr([done, [marks[n] for n in self._out]]).encode()).hexdigest()[:8]
 
     def generators(self) -> list[torch.Generator]:
         """Those of the model's own that it draws from."""
@@ -258,9 +275,10 @@ class Split:
         """What all ranks have to find alike, in words."""
         found = [f"stages that begin at {', '.join(self.cuts) or 'nothing'}"]
         for stage in self.stages:
-            done = ", ".join(step.name for step in stage.steps)
+            done = ", ".join(step.name for step in stage.steps if not step.is_local)
             sent = ", ".join(value.name for value in stage.outputs)
             found.append(f"stage {stage.number} does {done} and sends {sent or 'nothing'}")
+            found.append(f"what stage {stage.number} does that on comes about as {stage.mark()}")
         found += [f"the forward sets {'.'.join(filter(None, place))}" for place in sorted(self.sets)]
         found += [f"the forward writes to {name}" for name in sorted(self.writes)]
         return [*found, f"dice in stage {self.dice}", f"something is remembered: {self.remembers}"]
