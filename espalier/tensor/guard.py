@@ -76,6 +76,7 @@ from espalier.torch_private import (
     torch_functions_on,
     version_of,
     with_torch_functions,
+    without_torch_functions,
     wrap_door,
     written_in_python,
 )
@@ -575,7 +576,8 @@ class Inside(TorchFunctionMode):
         args, kwargs = flat_map(self.whole, (args, kwargs))
         mesh = self.held[-1].mesh
         if mesh.is_dry:
-            args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
+            with without_torch_functions():  # the program has not called this
+                args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
         return func(*args, **kwargs)
 
 

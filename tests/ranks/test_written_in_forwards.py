@@ -196,6 +196,29 @@ def test_orders_of_sets(ranks: Any) -> None:
     ranks(2, unordered)
 
 
+class Scored(nn.Module):
+    """Asks for a value after a function was transformed that uses what lies outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        scores = torch.vmap(lambda times: (hidden * times).sum(-1))(torch.arange(4))
+        if (scores > 1e9).any():
+            return x
+        return x + scores.t() @ scores.tanh() @ hidden
+
+
+def scored(rank: int, world: int) -> None:
+    same(partial(net, Scored, 3), 6, {"pipe": 2, "accumulate": 2})
+
+
+def test_values_asked_after_transforms(ranks: Any) -> None:
+    ranks(2, scored)
+
+
 def gathering(rank: int, world: int) -> None:
     for at in (1, 4):
         make = partial(net, Gathers, at)
