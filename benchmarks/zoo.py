@@ -9,10 +9,11 @@ broken off goes on.
 The bars: none is wrong, none hangs, 97 % are exact, every refusal says what to do.
 
     python benchmarks/zoo.py [--models PATTERN] [--plans PATTERN] [--sample K --seed N] [--only-failed]
-        [--write docs/zoo.md | --compiled [BACKEND] | --rare]
+        [--write docs/zoo.md | --compiled [BACKEND] | --rare | --varied]
 
-With --compiled the blocks of each model are compiled, with --rare the plans are others: the page is of
-neither.
+With --compiled the blocks of each model are compiled, with --rare the plans are others, with --varied
+transformers' models are given their tokens otherwise (padded, packed, embedded, ...): the page is of none of
+these.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def version() -> str:
     return digest.hexdigest()[:10]
 
 
-def pairs(models: str, plans: str, among: Iterable[str] = PLANS) -> dict[str, list[str]]:
+def pairs(
+    models: str, plans: str, among: Iterable[str] = PLANS, groups: Iterable[str] = GROUPS
+) -> dict[str, list[str]]:
     """The plans that each model is tried under, of those that patterns (with commas) name."""
 
     def named(name: str, patterns: str) -> bool:
@@ -116,7 +119,7 @@ def pairs(models: str, plans: str, among: Iterable[str] = PLANS) -> dict[str, li
         return any(fnmatch.fnmatchcase(x, p) for p in patterns.split(",") for x in (name, own))
 
     found = {}
-    for group in GROUPS:
+    for group in groups:
         for name in names(group):
             if named(name, models):
                 of = case(name)
@@ -314,6 +317,7 @@ def main() -> int:
     parser.add_argument("--models", default="*", help="patterns of names, with commas: 'llama,programs/*'")
     parser.add_argument("--plans", default="*", help="patterns of names of plans, with commas")
     parser.add_argument("--rare", action="store_true", help="plans that are rarely combined, in their place")
+    parser.add_argument("--varied", action="store_true", help="other inputs: padded, packed, embedded, ...")
     parser.add_argument("--sample", type=int, help="so many pairs, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-failed", action="store_true", help="run again what did not end exact")
@@ -325,17 +329,21 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a pair")
     parser.add_argument("--write", type=Path, help="the page")
     given = parser.parse_args()
-    if given.write is not None and (given.compiled or given.rare):
-        parser.error("--write: the page is of the usual plans, not compiled; leave --compiled and --rare out")
+    if given.write is not None and (given.compiled or given.rare or given.varied):
+        parser.error("--write: the page is of usual plans and inputs; leave --compiled, --rare, --varied out")
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for said in filter(None, map(absent, GROUPS)):
         print(f"skipped: {said}")
-    wanted = pairs(given.models, given.plans, RARE if given.rare else PLANS)
+    groups = ("varied",) if given.varied else GROUPS
+    wanted = pairs(given.models, given.plans, RARE if given.rare else PLANS, groups)
     asked = [(model, plan) for model, plans in wanted.items() for plan in plans]
     if given.sample is not None:
         asked = random.Random(given.seed).sample(asked, min(given.sample, len(asked)))
-    file = "-".join(filter(None, ("zoo", given.rare and "rare", given.compiled))) + ".jsonl"
+    file = (
+        "-".join(filter(None, ("zoo", given.rare and "rare", given.varied and "varied", given.compiled)))
+        + ".jsonl"
+    )
     book, now = Book(given.results or ROOT / ".espalier" / file), version()
     ready = given.any_version or given.only_failed
     run = [] if given.report else [

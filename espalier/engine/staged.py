@@ -147,10 +147,9 @@ class Staged(Passes):
         where = f" Here: {here}; on the first rank: {there}." if here else ""
         raise ValueError(
             f"The model's forward is not the same on all ranks.{where} In a pipeline each rank finds the "
-            "stages by itself: what a forward computes, sets and writes to may not hang on which rank it is "
-            "(torch.distributed.get_rank(), environment variables), nor on the order of a set, which is another "
-            "in each process unless PYTHONHASHSEED=0 is exported (espalier run does that). Do that outside of "
-            "the model, with what it gives; or train under a plan without pipe."
+            "stages by itself: what a forward does may not hang on which rank it is (get_rank(), environment "
+            "variables), nor on the order of a set, another one in each process without one PYTHONHASHSEED "
+            "(espalier run sets it). Do that outside of the model, or train under a plan without pipe."
         )
 
     def _example(self, x: Any) -> Any:

@@ -87,7 +87,8 @@ def launch(
 
     ``argv`` is what would follow ``python``: ``["train.py", "--fast"]`` or ``["-m", "package.module"]``.
     The ranks get torchrun's environment, this process's, and ``env``; one thread each unless
-    ``OMP_NUM_THREADS`` says otherwise, and one order of sets unless ``PYTHONHASHSEED`` does. They meet at ``port`` on the loopback, by default a free one.
+    ``OMP_NUM_THREADS`` says otherwise, and one order of sets unless ``PYTHONHASHSEED`` does. They meet at
+    ``port`` on the loopback, by default a free one.
 
     Rank 0 writes to this process's standard output itself, so a terminal stays one; its standard error is
     copied to ours as it comes. What the other ranks print goes to files, and in the end, where they printed

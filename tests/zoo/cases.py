@@ -67,6 +67,8 @@ def absent(group: str) -> str:
     """Why a group's models cannot be built here; "" if they can."""
     if group == "programs" or find_spec(group) is not None:
         return ""
+    if group == "varied":
+        return absent("transformers")
     return f"{group} is not installed: python -m pip install --no-deps {group}"
 
 
@@ -79,6 +81,10 @@ def names(group: str) -> tuple[str, ...]:
         from tests.zoo import architectures
 
         return tuple(f"transformers/{kind}" for kind in architectures.kinds())
+    if group == "varied":
+        from tests.zoo import architectures, inputs
+
+        return tuple(f"varied/{kind}@{form}" for kind in architectures.kinds() for form in inputs.FORMS)
     if group == "programs":
         from tests.zoo import programs
 
@@ -93,14 +99,15 @@ def case(name: str) -> Case:
         KeyError: there is none.
     """
     group, _, own = name.partition("/")
-    if group == "transformers":
+    if group in ("transformers", "varied"):
         from tests.zoo import architectures, inputs
 
+        kind, _, form = own.partition("@")
         return Case(
             name,
-            functools.partial(architectures.built, own),
-            inputs.candidates,
-            causal=architectures.is_causal(own),
+            functools.partial(architectures.built, kind),
+            functools.partial(inputs.varied, form) if form else inputs.candidates,
+            causal=architectures.is_causal(kind),
         )
     if group == "programs":
         from tests.zoo import programs

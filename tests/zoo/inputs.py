@@ -233,3 +233,81 @@ class Maker:
 def candidates(model: nn.Module, generator: torch.Generator) -> Iterator[Batch]:
     """Batches that a model may take, likely ones first."""
     return Maker(model, generator).candidates()
+
+
+# ---- tokens as programs give them
+
+
+def _left(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    return {"attention_mask": (column >= row % 4).long()}
+
+
+def _right(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    return {"attention_mask": (column < LENGTH - row % 4).long()}
+
+
+def _packed(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    first = 3 + row % 5  # tokens of the first of two sequences
+    return {"position_ids": torch.where(column >= first, column - first, column)}
+
+
+def _packed_uncached(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    return {**_packed(model, batch, row, column), "use_cache": False}
+
+
+def _blocks(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    seen = (column <= column.T).expand(ROWS, 1, -1, -1).clone()
+    seen[1::2, :, 6:, :6] = False
+    return {"attention_mask": seen}
+
+
+def _scores(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    seen = _blocks(model, batch, row, column)["attention_mask"]
+    lowest = torch.finfo(torch.float64).min
+    return {"attention_mask": torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, lowest)}
+
+
+def _embedded(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    waves = torch.arange(width, dtype=torch.float64) * (1.0 + batch["input_ids"][..., None])
+    return {"input_ids": None, "inputs_embeds": waves.sin()}
+
+
+def _ignored(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    return {"labels": batch["labels"].masked_fill((column + row) % 3 == 0, -100)}
+
+
+def _typed(model: nn.Module, batch: Batch, row: torch.Tensor, column: torch.Tensor) -> Batch:
+    return {"token_type_ids": (column + row) % 2}
+
+
+FORMS = {
+    "left": _left,  # padded
+    "right": _right,
+    "packed": _packed,
+    "packed-uncached": _packed_uncached,
+    "blocks": _blocks,
+    "scores": _scores,
+    "embedded": _embedded,
+    "ignored": _ignored,
+    "typed": _typed,
+    "hidden": lambda *_: {"output_hidden_states": True},
+    "attentions": lambda *_: {"output_attentions": True},
+    "tuples": lambda *_: {"return_dict": False},
+    "last": lambda *_: {"labels": None, "logits_to_keep": 3},
+}
+"""What batches of tokens get beside them, or in the place of some."""
+
+
+def varied(form: str, model: nn.Module, generator: torch.Generator) -> Iterator[Batch]:
+    """Batches that have tokens, in one of the :data:`FORMS`."""
+    row, column = torch.arange(ROWS)[:, None], torch.arange(LENGTH)[None]
+    takes = {"output_hidden_states", "output_attentions", "return_dict", *Maker(model, generator).takes}
+    for batch in candidates(model, generator):
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if ids is None or ids.shape != (ROWS, LENGTH):
+            continue
+        if form != "ignored" or (labels is not None and labels.shape == ids.shape):
+            given = FORMS[form](model, batch, row, column)
+            if given.keys() <= takes:
+                yield {key: x for key, x in {**batch, **given}.items() if x is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -445,6 +446,22 @@ class Divided:
         step.meets = has_barrier or self.trace.meets_ranks(unit.start, unit.end)
         step.again = next((again for again in reversed(self.trace.again) if again.has(unit)), None)
         return step
+
+
+def marked(body: ProgramBody, received: Sequence[int], sent: Sequence[int]) -> str:
+    """A hash of what steps are given, and a stage sends, by how these values come about.
+
+    What each stage makes of the batch for itself may come in any order: that of a set is another one in each
+    process.
+    """
+    marks = {s.number: f"{s.kind} {'' if s.kind == 'constant' else s.place}" for s in body.sources}
+    marks |= {n: f"received {i}" for i, n in enumerate(received)}
+    done: list[str] = []
+    for step in body.steps:
+        mark = hashlib.sha256(repr((step.name, [marks[n] for n in step.inputs])).encode()).hexdigest()
+        marks |= dict.fromkeys(step.outputs, mark)  # which of them a rank takes is its own affair
+        done += [] if step.is_local else [mark]
+    return hashlib.sha256(repr([done, [marks[n] for n in sent]]).encode()).hexdigest()[:8]
 
 
 # ---- what stages cannot do again, and so refuse, in words

@@ -8,7 +8,6 @@ modules is repeated call by call. The model itself is not changed.
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from bisect import bisect_right
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in, parts
 from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
 from espalier.parallel.pipeline.objects import closed, traced_output
-from espalier.parallel.pipeline.programs import Divided, SentValue
+from espalier.parallel.pipeline.programs import Divided, SentValue, marked
 from espalier.parallel.pipeline.record import (
     OF_TORCH,
     Env,
@@ -68,6 +67,7 @@ class StageProgram:
         result: shape and dtype of the tensors in the model's output, of the last stage.
         uses: names of the parameters and buffers that it uses.
         steps: what it calls, in order.
+        mark: how what it does that on, and what it sends, comes about (see :func:`marked`).
         batch_values: values of the batch, by their numbers.
         inner: the modules in it.
         is_opaque: whether it has some that could not be looked into.
@@ -86,6 +86,7 @@ class StageProgram:
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self.steps = self._body.steps
+        self.mark = marked(self._body, self._in, self._out)
         self.is_again = any(step.again for step in self.steps)
         self.batch_values = frozenset(
             source.number for source in self._body.sources if source.kind == "batch"
@@ -126,22 +127,6 @@ class StageProgram:
         if not self._is_last:
             return tuple(env[n] for n in self._out)
         return closed(self.rebuilt([env[r.number] for r in leaves(self._result, Ref)]))
-
-    def mark(self) -> str:
-        """A hash of what its steps are given and what it sends, by how these come about.
-
-        What each stage makes of the batch for itself may come in any order, as that of a set is another in
-        each process.
-        """
-        sources = self._body.sources
-        marks = {s.number: f"{s.kind} {'' if s.kind == 'constant' else s.place}" for s in sources}
-        marks |= {n: f"received {i}" for i, n in enumerate(self._in)}
-        done: list[str] = []
-        for step in self.steps:
-            mark = hashlib.sha256(repr((step.name, [marks[n] for n in step.inputs])).encode()).hexdigest()
-            marks |= dict.fromkeys(step.outputs, mark)  # which of them a rank takes is its own affair
-            done += [] if step.is_local else [mark]
-        return hashlib.sha256(repr([done, [marks[n] for n in self._out]]).encode()).hexdigest()[:8]
 
     def generators(self) -> list[torch.Generator]:
         """Those of the model's own that it draws from."""
@@ -278,7 +263,7 @@ class Split:
             done = ", ".join(step.name for step in stage.steps if not step.is_local)
             sent = ", ".join(value.name for value in stage.outputs)
             found.append(f"stage {stage.number} does {done} and sends {sent or 'nothing'}")
-            found.append(f"what stage {stage.number} does that on comes about as {stage.mark()}")
+            found.append(f"what stage {stage.number} does that on comes about as {stage.mark}")
         found += [f"the forward sets {'.'.join(filter(None, place))}" for place in sorted(self.sets)]
         found += [f"the forward writes to {name}" for name in sorted(self.writes)]
         return [*found, f"dice in stage {self.dice}", f"something is remembered: {self.remembers}"]
