@@ -69,6 +69,11 @@ class EngineModule(nn.Module):
         return self._engine
 
     @property
+    def is_made(self) -> bool:
+        """Whether there is an engine already."""
+        return True
+
+    @property
     def rows(self) -> Rows:
         """What a call is given and gives."""
         return self._rows
@@ -192,7 +197,33 @@ class EngineModule(nn.Module):
         return self.engine.load_state_dict(state_dict, strict, **options)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """``to``, ``float``, ``half``, ...: the parameters are where the plan says, and as it says."""
+        """``to``, ``float``, ``half``, ...: the parameters are where the plan says.
+
+        Casts have an effect until the model is laid out.
+
+        Raises:
+            ValueError: it is.
+        """
+        tensors = [*parameters_in(self.module), *self.module.buffers()]
+        casts: dict[torch.dtype, torch.dtype] = {}
+        with suppress(Exception):  # what is no cast may go for no empty tensor
+            casts = {d: fn(torch.empty(0, dtype=d)).dtype for d in {x.dtype for x in tensors}}
+        cast = [x for x in tensors if casts.get(x.dtype, x.dtype) is not x.dtype]
+        if not cast:
+            return self
+        held = ", ".join(sorted({str(x.dtype) for x in cast}))
+        said = f"{type(self.module).__name__} stays in {held}: a cast of a prepared model"
+        is_open = not self.is_made or (self.engine.arrangement is None and not any(x.is_meta for x in cast))
+        if self.is_made and self.engine.plan.precision.parameters is not None:
+            warnings.warn(f"{said} has no effect where the plan says precision.", stacklevel=user_frame()[0])
+        elif is_open:
+            for x in cast:
+                x.data = x.data.to(casts[x.dtype])
+        else:
+            raise ValueError(
+                f"{said} is too late: how its parameters and the optimizer's states lie is known. Cast it "
+                "before espalier.prepare (or what else wraps it here), or say precision= in the plan."
+            )
         return self
 
 
@@ -347,33 +378,6 @@ class PreparedModule(EngineModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A file has the model as on one process: see :meth:`espalier.Engine.full_model`."""
         return self.engine.full_model().__reduce_ex__(protocol)
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """The same; casts have an effect until the model is laid out.
-
-        Raises:
-            ValueError: it is.
-        """
-        tensors = [*parameters_in(self.module), *self.module.buffers()]
-        casts: dict[torch.dtype, torch.dtype] = {}
-        with suppress(Exception):  # what is no cast may go for no empty tensor
-            casts = {d: fn(torch.empty(0, dtype=d)).dtype for d in {x.dtype for x in tensors}}
-        cast = [x for x in tensors if casts.get(x.dtype, x.dtype) is not x.dtype]
-        if not cast:
-            return self
-        held = ", ".join(sorted({str(x.dtype) for x in cast}))
-        said = f"{type(self.module).__name__} stays in {held}: a cast of a prepared model"
-        if self.engine.plan.precision.parameters is not None:
-            warnings.warn(f"{said} has no effect where the plan says precision.", stacklevel=user_frame()[0])
-        elif self.engine.arrangement is None and not any(x.is_meta for x in cast):
-            for x in cast:
-                x.data = x.data.to(casts[x.dtype])
-        else:
-            raise ValueError(
-                f"{said} is too late: how its parameters and the optimizer's states lie is known. Cast it "
-                "before espalier.prepare, or say precision= in the plan."
-            )
-        return self
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, which may be another thing than a mode."""

@@ -349,11 +349,17 @@ class Staged(Passes):
         if not self._is_called:
             self._is_called = True
             call.lay_out()
-            if isinstance(self.stages.split, Undivided):
+            if isinstance(split := self.stages.split, Undivided):
+                was = self.written()[1]
                 call.value()  # which shows what it sets
+                writes = any_says(self.written()[1] != was, self.mesh)
+                split.writes_weights = split.writes_weights or writes
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         self.hide()
-        if self.observers.look_forward and not self.mesh.is_dry:
+        if self.stages.split.writes_weights:
+            _warn_of_writes()
+            call.value()  # a penalty on weights, and who else reads them, is to find what it has written
+        elif self.observers.look_forward and not self.mesh.is_dry:
             call.value()
         return Awaited(call)
 
@@ -736,6 +742,18 @@ def _come_unannounced(is_finished: bool) -> NoReturn:
         "A backward pass that is none of the engine's gives a parameter of a stage its gradient, and began "
         "at a plain tensor. Begin it at what torch's calls make of the parameters themselves, without "
         "full_tensor() or to_local(): all ranks know of it then."
+    )
+
+
+@lru_cache(maxsize=1)
+def _warn_of_writes() -> None:
+    # cached: once
+    warnings.warn(
+        "The model's forward writes to its own weights (through .data, under no_grad, or by max_norm). The loop "
+        "may read them before its loss goes back, in a penalty say: so in a pipeline the model runs twice in "
+        "a step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
+        "engine.train_step(batch), which asks for nothing between.",
+        stacklevel=user_frame()[0],
     )
 
 

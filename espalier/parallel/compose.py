@@ -566,6 +566,7 @@ class Undivided:
         self.sets: set[tuple[str, str]] = set()
         self.tensors: set[tuple[str, str]] = set()
         self.writes: frozenset[str] = frozenset()  # what is written to is found out each time
+        self.writes_weights = any(own_parameters(model.get_submodule(name)) for name in self.unmarked)
         self.first: dict[Place, Any] = {}
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last

@@ -12,7 +12,7 @@ from espalier.tensor.dtensor import plain
 from espalier.tensor.loans import StandIn, await_values, written_mark
 from espalier.tensor.names import made_in
 from espalier.tensor.traces import Generators, put_back, put_back_held
-from espalier.torch_private import forward_hooks, own_buffers, own_parameters, raw
+from espalier.torch_private import forward_hooks, own_buffers, own_parameters, raw, set_versions, version_of
 
 Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
@@ -92,11 +92,16 @@ class Before:
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
         values = values_of(before)
+        with raw():
+            versions = {x: version_of(x) for x in before.values() if not x.is_inference()}
         hooks = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
         self.put()
 
         def back() -> None:
             put_values(before, values)
+            if set_versions is not None:  # else torch refuses what has saved them meanwhile: a penalty
+                with raw():
+                    set_versions(tuple(versions), tuple(versions.values()))
             for held, later in hooks:
                 _take_new(held, later)
                 held.update({key: hook for key, hook in later.items() if key not in held})

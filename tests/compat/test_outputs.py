@@ -156,7 +156,9 @@ def of_own(rank: int, world: int, plan: dict[str, Any], held: list[int], accumul
         assert (made.eval()(x[mine]).logits - plain(x).logits[mine]).abs().max() < TOLERANCE
     assert engine.optimizer is optimizer and engine.steps == 3
     assert set(made.state_dict()) == set(plain.state_dict()) and made.scale is ours.scale
-    assert made.to(torch.float16) is made and ours.first.weight.dtype == torch.float64
+    with pytest.raises(ValueError, match="a cast of a prepared model is too late"):
+        made.to(torch.float16)
+    assert made.to(torch.float64) is made and ours.first.weight.dtype == torch.float64
 
 
 def on_two(rank: int, world: int) -> None:

@@ -256,6 +256,11 @@ class Split:
         """The names of parameters and buffers that the forward writes to, for batches of whatever shape."""
         return self._family.written
 
+    @property
+    def writes_weights(self) -> bool:
+        """Whether parameters are among :attr:`written`."""
+        return self._family.writes_weights
+
     def described(self) -> list[str]:
         """What all ranks have to find alike, in words."""
         found = [f"stages that begin at {', '.join(self.cuts) or 'nothing'}"]
@@ -328,6 +333,7 @@ class _Family:
         self.whole: dict[str, ValuesError] = {}
         self.segments: list[Segment] = []
         self.written: set[str] = set()
+        self.writes_weights = False
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
         self._children = [child for m in self._modules for child in own_modules(m).values()]
@@ -346,6 +352,7 @@ class _Family:
                     given = mapped(as_plain or _plain, batch)
                     traced = trace(given, self.device, self.stand_ins, self.whole)
                     self.written |= traced.written | traced.writes_to(self._names)
+                    self.writes_weights = not self.written.isdisjoint(self._names)
                     return traced
                 except ValuesError as error:
                     if not error.module or self.is_cut or error.module in self.whole:
