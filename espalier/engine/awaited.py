@@ -77,6 +77,7 @@ class Awaited(Kept):
         self._has_gone_back = self._is_retained = False
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
         self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
+        self._handed_on: list[Any] | None = None  # losses of other calls that are to go back behind it
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
         # in the loss of another call: after how many writes, what it was then, and its value
         self._met: tuple[int, Awaited, torch.Tensor] | None = None
@@ -295,7 +296,7 @@ class Awaited(Kept):
         with self._source.together() if made_by else nullcontext():
             self._known, beside = gone_back(self, calls, of_loss, inputs)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
-            hand_on(stood_for, beside, retain_graph, self._only)
+            hand_on(stood_for, beside, retain_graph, self._only, self._handed_on)
         self._source.share([x for one in calls if not one._has_counted for x in one._statistics()])
         for one in calls:
             one._has_counted = True

@@ -317,8 +317,13 @@ def hand_on(
     leaves: Leaves,
     retain_graph: bool | None,
     only: Sequence[torch.Tensor] | None,
+    later: list[Any] | None = None,
 ) -> None:
-    """Let gradients of leaves go back through what they stood for; ``only`` to these, if they are given."""
+    """Let gradients of leaves go back through what they stood for; ``only`` to these, if they are given.
+
+    Args:
+        later: gets the losses of other calls, which go back now without it.
+    """
     grads = {key: x.grad for key, x in leaves.items() if x.grad is not None}
     awaited = {key for key in grads if isinstance(stood_for[key], Kept)}
     if (here := [key for key in grads if key not in awaited]) and (only is None or only):
@@ -326,7 +331,10 @@ def hand_on(
         torch.autograd.backward(roots, [grads[key] for key in here], retain_graph=retain_graph, inputs=only)
     if awaited and only is None:  # of other calls, which go back now
         weighed = [(stood_for[key] * grads[key]).sum() for key in grads if key in awaited]
-        sum(weighed[1:], weighed[0]).backward(retain_graph=retain_graph)
+        if later is not None:
+            later += weighed
+        else:
+            sum(weighed[1:], weighed[0]).backward(retain_graph=retain_graph)
 
 
 def _replayed(

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +43,15 @@ class Term(NamedTuple):
         factor = 1 if self.factor is None else _on_all(self.factor)
         return factor if self.loss is None else self.loss.value() * factor
 
-    def backward(self, retain_graph: bool | None) -> torch.Tensor | None:
-        """Forward and backward of its loss; gives what goes back through its factor, if something does."""
-        if (loss := self.loss) is not None:
-            if self.factor is not None:
-                loss = loss._source.keep(operator.mul, (loss, _on_all(self.factor)), {})
-            if loss._wants_grad():
-                loss.backward(retain_graph=retain_graph)
+    def weighed(self) -> Awaited | None:
+        """Its loss, times the value of its factor."""
+        if self.loss is None or self.factor is None:
+            return self.loss
+        weighed: Awaited = self.loss._source.keep(operator.mul, (self.loss, _on_all(self.factor)), {})
+        return weighed
+
+    def beside(self) -> torch.Tensor | None:
+        """What goes back through its factor, if something does, when its loss has gone back."""
         if self.factor is None or not self.factor.requires_grad:
             return None
         return self.factor if self.loss is None else self.factor * self.loss.value()
@@ -111,12 +112,20 @@ class Sum(Awaited):
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        of_calls = Counter(term.loss._source for term in self._terms if term.loss is not None)
-        for source, times in of_calls.items():
-            source.stays |= times > 1
+        of_calls: dict[Source, list[Awaited]] = {}  # each goes through the stages once: hooks see all of it
+        for loss in (term.weighed() for term in self._terms):
+            if loss is not None and loss._wants_grad():
+                of_calls.setdefault(loss._source, []).append(loss)
         with self._source.together():
-            ends = [term.backward(retain_graph) for term in self._terms]
-            factors = [end for end in ends if end is not None]
+            while of_calls:
+                source = next((x for x in of_calls if not _is_awaited(x, of_calls)), next(iter(of_calls)))
+                losses = of_calls.pop(source)
+                whole = reduce(partial(_together, source), losses)
+                whole._handed_on = []
+                whole.backward(retain_graph=retain_graph)
+                for loss in whole._handed_on:
+                    of_calls.setdefault(loss._source, []).append(loss)
+            factors = [end for term in self._terms if (end := term.beside()) is not None]
             if factors:  # which may be made of the same
                 torch.autograd.backward(factors, retain_graph=retain_graph)
         self.value()
@@ -161,6 +170,17 @@ def added(func: Callable[..., Any], args: Sequence[Any]) -> Sum | None:
     return Sum(
         [term._replace(factor=factor if term.factor is None else term.factor * factor) for term in terms[0]]
     )
+
+
+def _together(source: Source, loss: Awaited, more: Awaited) -> Awaited:
+    both: Awaited = source.keep(operator.add, (loss, more), {})
+    return both
+
+
+def _is_awaited(source: Source, others: Iterable[Source]) -> bool:
+    """Whether another of these calls is to give it gradients."""
+    made_by = (x for other in others if other is not source for x in other.made_by.values())
+    return any(isinstance(x, Awaited) and x._source is source for x in made_by)
 
 
 def _terms_of(x: Any) -> Sequence[Term]:

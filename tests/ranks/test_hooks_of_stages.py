@@ -211,10 +211,13 @@ def waiting(lay: Lay) -> list[Any]:
 
 def waits(rank: int, world: int) -> None:
     compare(waiting, [({"pipe": 2}, {})], TOLERANCE)
+    compare(bounded, [({"pipe": 2}, {})], TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:Outputs of two calls of the model meet in a loss")
+@pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed.all_reduce of a DTensor")
-def test_barriers_in_stages(ranks: Any) -> None:
+def test_barriers_and_bounds_in_stages(ranks: Any) -> None:
     ranks(2, waits)
 
 
@@ -239,6 +242,42 @@ def several(lay: Lay) -> list[Any]:
         out.append(stepped(F.cross_entropy(model(x), y), optimizer).item())
     assert len(norms) == len(firsts) == 2
     return [*out, *norms, *model.parameters()]
+
+
+class Clamps(nn.Module):
+    """Gradients of what it gives are bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return x.tanh()
+
+
+def bounded(lay: Lay) -> list[Any]:
+    """Hooks of activations that are not linear see the gradient of a whole sum: of terms and of calls."""
+    model, scale, out = (
+        nn.Sequential(Clamps(), Clamps(), Clamps()),
+        nn.Parameter(torch.tensor(0.3)),
+        list[Any](),
+    )
+    model, optimizer = lay(model, torch.optim.SGD([*model.parameters(), scale], 0.5))
+    for step in range(3):
+        x, y = batch(step)
+        one = model(x)
+        if step == 0:
+            loss = torch.exp(-scale) * F.cross_entropy(one, y) + scale * one.square().mean()
+        elif step == 1:
+            other = model(0.5 * x)
+            loss = F.cross_entropy(one, y) + F.cross_entropy(other, y) + F.mse_loss(one, other)
+        else:
+            loss = F.cross_entropy(one, y) + model(one).square().mean()
+        out.append(stepped(loss, optimizer).item())
+    return [*out, scale, *model.parameters()]
 
 
 class Encoder(nn.Module):
