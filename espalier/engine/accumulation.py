@@ -12,6 +12,7 @@ meaning; any other makes a mixture, so that nothing is guessed."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -29,7 +30,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
-from espalier.tensor.observers import Go, Watcher, watching
+from espalier.tensor.observers import Go, Watcher, user_frame, watching
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone, reduction_of
 from espalier.torch_private import raw
@@ -352,9 +353,14 @@ class Rows(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """What depends on several rows otherwise than by a mean or a sum."""
+    """What depends on several rows otherwise than by a mean or a sum.
+
+    Attributes:
+        turns: it compares a mean or a sum: who asks for it goes another way by it.
+    """
 
     of: str
+    turns: bool = False
 
 
 Mark = Mean | Sum | Rows | Mixture
@@ -385,6 +391,7 @@ _SAME = frozenset(
 _ADD = frozenset("add __add__ __radd__ __iadd__ add_ sub __sub__ __rsub__ __isub__ sub_ subtract".split())
 _MUL = frozenset("mul __mul__ __rmul__ __imul__ mul_ multiply".split())
 _DIV = frozenset("div __truediv__ __itruediv__ div_ divide true_divide".split())
+_COMPARED = frozenset("gt ge lt le greater greater_equal less less_equal".split())
 _BY_ROWS = frozenset(
     "linear embedding layer_norm rms_norm group_norm dropout pad scaled_dot_product_attention conv1d "
     "cross_entropy nll_loss mse_loss l1_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits "
@@ -459,6 +466,8 @@ class Counting(Watcher):
             mark = mixed or self._mark(func, args, kwargs, dtensors, before, x)
             if mark is not None:
                 x.__dict__["_mark"] = mark
+                if type(mark) is Mixture and mark.turns:
+                    x.__dict__["_when_asked"] = _tell_of_turns
         if out is None and dtensors and mixed is not None:
             dtensors[0].__dict__["_mark"] = mixed  # x[i] = mixture
         return out
@@ -583,7 +592,9 @@ def _of_classes(func: Any, args: Any, kwargs: Any, go: Go) -> Any:
         return out  # of rows, or marked by a call inside this one
     logits, reduction = bound["input"], bound.get("reduction", "mean")
     mark: Mark = Mixture("cross_entropy")
-    if divisor:
+    if mark_of(bound.get("weight")) is not None:
+        pass  # of classes, made of this micro-batch's rows: others have others
+    elif divisor:
         mark = Mean((divisor[0],))
     elif reduction == "sum":
         mark = _sum(out)
@@ -648,6 +659,9 @@ def _combined(
         return marks[0]
     if out._layout.shape or any(x._layout.shape for x in dtensors):
         return Mixture(name)
+    if name.strip("_") in _COMPARED:
+        is_guard = bool(sums) and any(isinstance(x, int | float) and not x for x in args)  # are there any?
+        return Mixture(name, turns=not is_guard)
     if name in _ADD:
         if not sums:
             return Mean(tuple(n for m in means for n in m.counts))
@@ -666,6 +680,15 @@ def _combined(
         if high is None and isinstance(low, int | float) and low <= 1:
             return sums[0]  # against a division by zero
     return Mixture(name)
+
+
+def _tell_of_turns() -> None:
+    warnings.warn(
+        "The loss's code asks whether a mean or a sum over a micro-batch is above or below something (if "
+        "loss > 1.0: ...): each micro-batch goes its own way, and the whole batch may go another. Compare "
+        "row by row, torch.where(losses > 1.0, ...).mean(), or plan accumulate = 1.",
+        stacklevel=user_frame()[0],
+    )
 
 
 def _bounds(args: Any, kwargs: Any) -> tuple[Any, Any]:

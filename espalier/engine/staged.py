@@ -749,10 +749,10 @@ def _come_unannounced(is_finished: bool) -> NoReturn:
 def _warn_of_writes() -> None:
     # cached: once
     warnings.warn(
-        "The model's forward writes to its own weights (through .data, under no_grad, or by max_norm). The loop "
-        "may read them before its loss goes back, in a penalty say: so in a pipeline the model runs twice in "
-        "a step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
-        "engine.train_step(batch), which asks for nothing between.",
+        "The model's forward writes to its own weights (through .data, under no_grad, or by max_norm). The "
+        "loop may read them before its loss goes back, in a penalty say: so in a pipeline the model runs "
+        "twice in a step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; "
+        "or engine.train_step(batch), which asks for nothing between.",
         stacklevel=user_frame()[0],
     )
 

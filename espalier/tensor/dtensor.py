@@ -504,6 +504,8 @@ class DTensor(torch.Tensor):
     __dlpack_c_exchange_api__ = _Absent()  # it would go by the local tensor, and ask nobody
 
     def __bool__(self) -> bool:
+        if (told := self.__dict__.get("_when_asked")) is not None:
+            told()
         return bool(full_value(self))
 
     def __int__(self) -> int:
@@ -613,7 +615,7 @@ def _known(layout: Layout) -> Layout:
 _NOTES = frozenset(
     "_branched _deferred_version _fully_sharded _handed_out _how_cut _is_cut_early _is_param _layout "
     "_lent_by _made_of _mark _memory _moved _place _reduced _saved _seen _shard _source _terms _unfinished "
-    "_waiting".split()
+    "_waiting _when_asked".split()
 )
 
 

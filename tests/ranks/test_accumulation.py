@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -189,7 +190,19 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing": (lambda z, y, m, w: w.sum(), "own means"),
     "pairs": (lambda z, y, m, w: F.softplus(z.split(4)[0] - y.split(4)[0]).mean(), "met in 'split'"),
     "the first rows": (lambda z, y, m, w: F.mse_loss(z[:3], y[:3]), "met in '__getitem__'"),
+    "frequencies": (
+        lambda z, y, m, w: F.cross_entropy(
+            z, y.argmax(-1), torch.bincount(y.argmax(-1), minlength=4).to(z) + 1
+        ),
+        "met in",
+    ),
 }
+# by what a micro-batch's loss is, or by whether there is anything
+TURNS: tuple[Callable[..., Any], ...] = (
+    lambda z, y, m, w: F.mse_loss(z, y) if F.mse_loss(z, y) > 0.1 else w.sum(),
+    lambda z, y, m, w: F.mse_loss(z, y) if m.sum() >= 0.5 else w.sum(),
+    lambda z, y, m, w: F.mse_loss(z, y) if m.sum() > 0 and not F.mse_loss(z, y).isnan() else w.sum(),
+)
 
 
 def numbers() -> tuple[torch.Tensor, ...]:
@@ -218,6 +231,10 @@ def sees(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=rf"(?s){told}.*count="):
             engine(numbers())
             raise AssertionError(name)
+    for i, loss in enumerate(TURNS):
+        engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
+        with pytest.warns(UserWarning, match="goes its own way") if i < 2 else nullcontext():
+            engine(numbers())
 
 
 @pytest.mark.parametrize("world", [1, 2])
