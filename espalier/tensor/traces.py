@@ -12,7 +12,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,12 +28,16 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
-def names_put_back(*modules: nn.Module) -> Iterator[None]:
+def names_put_back(*modules: nn.Module, leaves: bool = True) -> Iterator[None]:
     """After it, what the functions of the modules' classes, and their hooks, use by name is as before.
 
     That are numbers, containers, tensors and generators: closed over, globals, attributes of classes.
+
+    Args:
+        leaves: what the modules have themselves is left, though a name leads to it: that of a list of all
+            that there are of a class, say.
     """
-    traces = _Traces()
+    traces = _Traces({id(part) for module in modules for part in module.modules()} if leaves else ())
     for module in modules:
         for part in module.modules():
             traces.note(type(part))
@@ -55,7 +59,7 @@ def untraced(*modules: nn.Module) -> Iterator[None]:
     iterators, the insides of objects without ``__dict__``, and of libraries.
     """
     with ExitStack() as stack:
-        stack.enter_context(names_put_back(*modules))
+        stack.enter_context(names_put_back(*modules, leaves=False))
         stack.callback(Generators().restore)
         stack.enter_context(_torch_generators(modules))
         for hooks in hooks_of_all_modules(HOOKS):
@@ -117,9 +121,10 @@ def _numpy() -> Any:
 
 
 class _Traces:
-    """What is to be put back."""
+    """What is to be put back; ``left``: what is not, by ``id``."""
 
-    def __init__(self) -> None:
+    def __init__(self, left: Collection[int]) -> None:
+        self._left = left
         self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}  # kept, so that an id never names two
 
@@ -155,7 +160,11 @@ class _Traces:
             return list(held)
         if isinstance(x, torch.Tensor):
             self._of_tensor(x)
-        elif hasattr(x, "__dict__") and (isinstance(x, nn.Module) or not is_known(type(x))):
+        elif (
+            id(x) not in self._left
+            and hasattr(x, "__dict__")
+            and (isinstance(x, nn.Module) or not is_known(type(x)))
+        ):
             return [vars(x), type(x)]
         return []
 

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -71,9 +71,14 @@ class Rebinds(Layer):
 
 
 class Cell(Layer):
+    """Its class knows all that there are."""
+
+    instances: ClassVar[list[Any]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.h: Any = None
+        Cell.instances = [*Cell.instances[-1:], self]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.l(x) + (0 if self.h is None else self.h))
