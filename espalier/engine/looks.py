@@ -1,8 +1,12 @@
-"""What hooks that look are shown when the program calls a model in stages: see ``observing.py``."""
+"""What the program may look at when it has called a model in stages, which runs once more for that.
+
+What hooks that look are shown: see ``observing.py``.
+"""
 
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +44,12 @@ def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
         observers.call(hook, (*took, out))
 
 
+@lru_cache(maxsize=1)
+def tell_of_writes() -> None:
+    """Tell once that a model runs for the sake of weights that its forward writes to."""
+    warnings.warn(_WRITES, stacklevel=user_frame()[0])
+
+
 def _with(stand: dict[int, Any], args: Any) -> Any:
     """Arguments with what stands for their tensors."""
     return tree_map(lambda x: stand.get(id(x), x), args, SOUGHT)
@@ -62,4 +72,10 @@ _SEEN = (
     "Modules have forward hooks, which are called on all ranks with what the modules compute. For that the "
     "model runs once more, without gradients, each time it is called. Quicker is a forward that returns it; "
     "or remove() hooks that are not needed any more."
+)
+_WRITES = (
+    "The model's forward writes to its own weights (through .data, under no_grad, or by max_norm). The loop "
+    "may read them before its loss goes back, in a penalty say: so in a pipeline the model runs twice in a "
+    "step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
+    "engine.train_step(batch), which asks for nothing between."
 )

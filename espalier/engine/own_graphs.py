@@ -33,3 +33,12 @@ def _engines_of(roots: Iterable[torch.Tensor]) -> list[SeenGradients]:
         if held is not None and "_seen" in held.__dict__:
             found[held.__dict__["_seen"]] = None
     return list(found)
+
+
+def come_unannounced(is_finished: bool) -> NoReturn:
+    """A gradient has come that is none of the engine's, and that others may not know of."""
+    raise RuntimeError(
+        "A backward pass that is none of the engine's gives a parameter of a stage its gradient, and began "
+        "at a plain tensor. Begin it at what torch's calls make of the parameters themselves, without "
+        "full_tensor() or to_local(): all ranks know of it then."
+    )

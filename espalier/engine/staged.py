@@ -25,12 +25,12 @@ from espalier.engine.awaited import Awaited, entering
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
-from espalier.engine.looks import let_look
+from espalier.engine.looks import let_look, tell_of_writes
 from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
-from espalier.engine.own_graphs import beside
+from espalier.engine.own_graphs import beside, come_unannounced
 from espalier.engine.passes import (
     Backward,
     Direct,
@@ -195,7 +195,7 @@ class Staged(Passes):
         if self.mesh.asked is None:
             self.mesh.asked = Asked(self.mesh)
         self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient), around)
-        data.gradients.announce(_come_unannounced)
+        data.gradients.announce(come_unannounced)
         self.mesh.beside = beside
         self._share_values(data)
         self._copies.lay_out(self.call.module)
@@ -352,12 +352,11 @@ class Staged(Passes):
             if isinstance(split := self.stages.split, Undivided):
                 was = self.written()[1]
                 call.value()  # which shows what it sets
-                writes = any_says(self.written()[1] != was, self.mesh)
-                split.writes_weights = split.writes_weights or writes
+                split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         self.hide()
         if self.stages.split.writes_weights:
-            _warn_of_writes()
+            tell_of_writes()
             call.value()  # a penalty on weights, and who else reads them, is to find what it has written
         elif self.observers.look_forward and not self.mesh.is_dry:
             call.value()
@@ -734,27 +733,6 @@ class Staged(Passes):
                 if gradient_of(p) is None:
                     _set_grad(p, grad)
         data.gradients.have_shared()
-
-
-def _come_unannounced(is_finished: bool) -> NoReturn:
-    """A gradient has come that is none of the engine's, and that others may not know of."""
-    raise RuntimeError(
-        "A backward pass that is none of the engine's gives a parameter of a stage its gradient, and began "
-        "at a plain tensor. Begin it at what torch's calls make of the parameters themselves, without "
-        "full_tensor() or to_local(): all ranks know of it then."
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_writes() -> None:
-    # cached: once
-    warnings.warn(
-        "The model's forward writes to its own weights (through .data, under no_grad, or by max_norm). The "
-        "loop may read them before its loss goes back, in a penalty say: so in a pipeline the model runs "
-        "twice in a step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; "
-        "or engine.train_step(batch), which asks for nothing between.",
-        stacklevel=user_frame()[0],
-    )
 
 
 @lru_cache(maxsize=64)
