@@ -332,8 +332,7 @@ class _Family:
         self.is_cut = is_cut
         self.whole: dict[str, ValuesError] = {}
         self.segments: list[Segment] = []
-        self.written: set[str] = set()
-        self.writes_weights = False
+        self.written, self.writes_weights = set[str](), False
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self._modules = tuple(model.modules())
         self._children = [child for m in self._modules for child in own_modules(m).values()]
