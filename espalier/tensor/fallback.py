@@ -349,7 +349,8 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 )
             if custom is None:
                 sparse = any(map(is_sparse, tensors_in((args, kwargs))))
-                _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts))
+                of_sum = type(target) is DTensor and bool(target._layout.partial)
+                _warn(f"{name} of sparse tensors" if sparse else name, tuple(layouts), of_sum)
             else:
                 _warn_of(custom.__name__, custom.__module__, _collective_in(custom))
         call = func if custom is None else on_wholes(custom, stands_for)
@@ -476,12 +477,16 @@ def _warn_of(name: str, module: str, collective: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _warn(name: str, layouts_held: tuple[Layout, ...]) -> None:
+def _warn(name: str, layouts_held: tuple[Layout, ...], writes_to_sum: bool) -> None:
     # cached: once for each operation and layouts
     layouts = ", ".join(map(repr, layouts_held))
+    why, instead = "", "espalier.register_rule can teach it."
+    if writes_to_sum:
+        why = " for what it writes to, a sum of which each rank has an addend"
+        instead = "write to a new tensor: inplace=False, the function without the underscore."
     warnings.warn(
-        f"{name} has no sharding rule, so its inputs ({layouts}) are gathered and every rank computes all of "
-        "it. The result is right, but slow; espalier.register_rule can teach it.",
+        f"{name} has no sharding rule{why}, so its inputs ({layouts}) are gathered and every rank computes "
+        f"all of it. The result is right, but slow; {instead}",
         GatherWarning,
         stacklevel=user_frame()[0],
     )

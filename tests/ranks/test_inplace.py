@@ -126,6 +126,18 @@ def out_arguments(rank: int, world: int) -> None:
         torch.add(x.detach(), 1, out=indices)
 
 
+def sums_are_told(rank: int, world: int) -> None:
+    """Who writes to addends in place is told to make a new tensor, which has a rule."""
+    mesh, value = given(rank, world)
+    x = laid(value - 12, mesh, [Shard(1)]).sum(1)
+    assert x.placements == (Partial(),)
+    with pytest.warns(
+        UserWarning, match=r"clamp_ has no sharding rule for what it writes to(.|\n)*underscore"
+    ):
+        x.clamp_(0.5, 20.5)
+    assert torch.equal(x.full_tensor(), (value - 12).sum(1).clamp(0.5, 20.5))
+
+
 def errors_are_torchs(rank: int, world: int) -> None:
     mesh, value = given(rank, world)
     calls: list[Callable[[torch.Tensor], Any]] = [
@@ -287,7 +299,7 @@ def test_a_shard_that_was_changed_cannot_stand_for_what_was_saved(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2])
-@pytest.mark.parametrize("body", [out_arguments, errors_are_torchs])
+@pytest.mark.parametrize("body", [out_arguments, errors_are_torchs, sums_are_told])
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 def test_out_and_errors(ranks, world, body):
     ranks(world, body)
