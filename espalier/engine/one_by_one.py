@@ -26,9 +26,10 @@ _ALONE = (
 )
 _OWN = (
     "engine.backward(loss) of a loss that the program makes of outputs, with Plan(accumulate={0}) in a "
-    "pipeline: there a call of the model is cut into {0} micro-batches where a value is asked for, or a loss "
-    "goes back by itself, and so this one was, or each rank has rows of its own. Ask for values "
-    "(loss.item()) after engine.backward(loss); or write loss.backward(), and a step after each."
+    "pipeline: there a call of the model is cut into {0} micro-batches where a value is asked for, its "
+    "forward writes to its weights, or a loss goes back by itself, and so this one was, or each rank has "
+    "rows of its own. Ask for values (loss.item()) after engine.backward(loss); or write loss.backward(), "
+    "and a step after each; or engine.train_step(batch)."
 )
 
 
