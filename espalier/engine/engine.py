@@ -56,6 +56,7 @@ from espalier.engine.surface import (
     Surface,
     bound,
 )
+from espalier.engine.together import finish_together, leader_of, refuse_cut_elsewhere, settle_together
 from espalier.engine.update import (
     FlatParams,
     check_closures,
@@ -136,6 +137,8 @@ class Engine(Surface):
         self.scaler = LossScaler(plan.precision.loss_scale) if plan.precision.scales else None
         self.guard: Guard | None = None
         self.is_stepping = self.gives_whole_states = self.gives_own_rows = False
+        self._led: list[Engine] = []  # those of other models, of which its optimizer has parameters, too
+        self._leader: Engine | None = None  # which makes the steps of its optimizer in its place
         self._arranged, self._policy, self._recomputed = arranged, recompute_policy, chosen(module, plan)
         kind: type[Passes] = Direct
         here = mesh
@@ -159,7 +162,11 @@ class Engine(Surface):
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
         """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""
-        make_equal(beside_model(self.module, added), self.mesh)
+        self._leader = leader_of(added, self)
+        if self._leader is not None:
+            self._leader._led.append(self)
+            return
+        make_equal([p for p in beside_model(self.module, added) if type(p) is not DTensor], self.mesh)
         for part in {self.optimizer or added, *parts_of(added)}:
             if steps_by_closure(part):
                 part.register_step_post_hook(partial(_count, weakref.ref(self)))
@@ -197,6 +204,7 @@ class Engine(Surface):
         """
         added = as_one(optimizer)
         check_optimizer(added, self.module, self.plan)
+        refuse_cut_elsewhere(added, self.module, beside_model(self.module, added))
         before = [] if self.optimizer is None or instead else parts_of(self.optimizer)
         whole = Several([*before, *parts_of(added)]) if before else added
         check_closures(whole, self.plan)
@@ -582,7 +590,7 @@ class Engine(Surface):
                 gradients that another of several optimizers waits for.
         """
         of_step = self.passes.accumulation
-        if self.optimizer is None or not self.passes.may_step:
+        if self.optimizer is None or not any(x.passes.may_step for x in (self, *self._led)):
             return False
         if of_step is not None and not of_step.complete:
             raise ValueError(
@@ -605,6 +613,8 @@ class Engine(Surface):
 
         Another of several optimizers, which steps after one, finds what that was told of the gradients.
         """
+        if self._leader is not None:
+            return self._leader._step(optimizer, keep)
         with apart(self.mesh):
             return self._stepped(optimizer, keep)
 
@@ -616,7 +626,8 @@ class Engine(Surface):
         passes.check_step()
         passes.seen.check()
         passes.finish()
-        counted = passes.counted()
+        of_led, others = finish_together(self._led)
+        counted = {**passes.counted(), **of_led}
         if beside := self._counted_beside(optimizer, known is None):
             counted = {**counted, **beside}
         losses: list[torch.Tensor] = []
@@ -640,7 +651,9 @@ class Engine(Surface):
                 if judgement.may_update:
                     self.wait_staged()
                     whole = self.optimizer or optimizer
-                    update_model(optimizer, whole, data, factor, passes.seen, self._runs, keep=keep)
+                    update_model(
+                        optimizer, whole, data, factor, passes.seen, self._runs, keep=keep, others=others
+                    )
                     passes.updates += 1
                     if passes.watch is not None and passes.watch.fit(data, whole):
                         passes.watch = None
@@ -680,6 +693,7 @@ class Engine(Surface):
                 forget_gradients(optimizer)
                 passes.forget()
             passes.traffic.end()
+            settle_together(self._led, keep=keep)
 
     def _factor(self) -> torch.Tensor | float | None:
         """What makes those of the batch of the gradients as they are."""

@@ -23,7 +23,7 @@ from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.start import initialize
 from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
-from espalier.parallel.several import Several, as_one, holders
+from espalier.parallel.several import Several, as_one, holders, inner_of
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import (
     BUFFERS,
@@ -235,6 +235,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
     """
     owners = holders(parameters_in(module))
     inner = {id(part) for x in owners if isinstance(x, Several) for part in x.parts}
+    inner |= {id(inner_of(x)) for x in owners}  # which the one around it steps
     return as_one([x for x in owners if id(x) not in inner]) if owners else None
 
 

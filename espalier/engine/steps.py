@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
 
 from espalier.meanwhile import having
 from espalier.parallel.apart import calls_within, is_torchs
@@ -67,7 +66,8 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     def step(*args: Any, **options: Any) -> Any:
         return method(held_by(), *args, **options)  # type: ignore[arg-type]
 
-    step.__func__, step.engine = method, made_by  # type: ignore[attr-defined]
+    step.__func__ = method  # type: ignore[attr-defined]
+    step.engine = method.engine = made_by  # type: ignore[attr-defined]  # a schedule's wrapper has it, too
     optimizer.step = step  # type: ignore[method-assign]
 
 
@@ -78,8 +78,7 @@ def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
     return found
 
 
-def model_of_steps(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The model whose engine makes the steps of an optimizer, as :func:`bind` says."""
+def engine_of_steps(optimizer: torch.optim.Optimizer) -> Any:
+    """The engine that makes the steps of an optimizer, as :func:`bind` says."""
     made_by = getattr(optimizer.step, "engine", None)
-    engine = None if made_by is None else made_by()
-    return None if engine is None else engine.module
+    return None if made_by is None else made_by()

@@ -21,7 +21,6 @@ from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
-from espalier.engine.steps import model_of_steps
 from espalier.meanwhile import having
 from espalier.parallel.apart import holds_others, makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
@@ -31,7 +30,6 @@ from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.tensor.loans import is_whole
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import (
     foreach_copy_,
@@ -113,7 +111,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             "model.parameters() of the very model given."
         )
     check_beside(beside, plan)
-    _refuse_of_two_models(optimizer, model, beside)
     if plan.pipe > 1:
         for part in filter(steps_by_closure, parts_of(optimizer)):
             warnings.warn(_BY_CLOSURE.format(type(part).__name__), stacklevel=user_frame()[0])
@@ -160,24 +157,6 @@ def _let_take_all(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         stacklevel=user_frame()[0],
     )
     take_all_stages(optimizer)
-
-
-def _refuse_of_two_models(
-    optimizer: torch.optim.Optimizer, model: nn.Module, beside: Sequence[torch.Tensor]
-) -> None:
-    """See that no other model's engine makes the steps of an optimizer, or has cut what it holds."""
-    laid = [p._layout for p in beside if type(p) is DTensor]
-    is_cut = any(layout.mesh.is_member and not is_whole(layout) for layout in laid)
-    for part in parts_of(optimizer):
-        other = model_of_steps(part)
-        if is_cut or (other is not None and other is not model):
-            a, b = "another" if is_cut else type(other).__name__, type(model).__name__
-            raise ValueError(
-                f"{type(part).__name__} holds parameters of two models ({a} and {b}), each of which is "
-                "prepared by itself. Put them into one, both = nn.ModuleDict({'a': a, 'b': b}), prepare that "
-                "with the optimizer, and call its parts, both['a'](x) (behind DistributedDataParallel: wrap "
-                "one module, whose forward calls both); or give each an optimizer of its own."
-            )
 
 
 def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
@@ -293,19 +272,27 @@ def update_model(
     runs: FlatParams | None,
     *,
     keep: bool,
+    others: Sequence[ZeroState] = (),
 ) -> None:
     """:func:`update` of parameters wherever they lie, between the optimizer's hooks.
 
     Args:
         whole: the optimizer, or all of several of which it is one.
         keep: gradients stay.
+        others: those of other models whose parameters it updates, too.
     """
-    if data.has_thawed:
-        data.has_thawed = False
-        for part in parts_of(whole):
-            meet_others_states(part)
+    for state in (data, *others):
+        if state.has_thawed:
+            state.has_thawed = False
+            for part in parts_of(whole):
+                meet_others_states(part)
     hooked = _has_hooks(optimizer)
-    step = partial(update, factor=None if hooked else factor, runs=runs, own=data.own)
+    own = data.own.union(*(state.own for state in others)) if others else data.own
+    step: Callable[[torch.optim.Optimizer], None] = partial(
+        update, factor=None if hooked else factor, runs=runs, own=own
+    )
+    for state in others:
+        step = partial(state.update, step=step, keep=keep, states=whole.state)
     stepping = partial(data.update, optimizer, step, keep, whole.state)
     if hooked:
         _between_hooks(optimizer, factor, seen, stepping)

@@ -208,6 +208,33 @@ def copied_before(of: Any, rank: int, world: int) -> list[Any]:
     return [*told, average.flags, *map(whole, average.parameters())]
 
 
+def of_two_models(of: Any, rank: int, world: int) -> list[Any]:
+    """An encoder and what predicts a slow copy's codes, each wrapped by itself: one optimizer has both."""
+    torch.manual_seed(0)
+    encoder, predictor = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double() for _ in "ab")
+    target = copy.deepcopy(encoder)
+    encoder, predictor, target = map(of.ddp, (encoder, predictor, target))
+    for p in target.parameters():
+        p.requires_grad = False
+    parts = (encoder, predictor)
+    groups: list[Any] = [{"params": [p for p in m.parameters() if p.ndim > 1]} for m in parts]
+    groups += [{"params": [p for p in m.parameters() if p.ndim == 1], "weight_decay": 0.0} for m in parts]
+    optimizer, told = torch.optim.AdamW(groups, 0.05, weight_decay=0.1), list[Any]()
+    for step in range(3):
+        x = F.one_hot(tokens(step, rank).flatten() % 6, 6).double()
+        with torch.no_grad():
+            code = F.layer_norm(target(x), (6,))
+        loss = F.smooth_l1_loss(predictor(encoder(x)), code)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, slow in zip(encoder.parameters(), target.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(0.1 * p.detach().data)
+        told.append(loss.detach())
+    return [*told, *(whole(p) for m in (*parts, target) for p in m.parameters())]
+
+
 def drawn(rank: int, world: int) -> None:
     """What a model on meta draws when it has memory: if nobody asked, what one process draws."""
     alone = on_meta().to_empty(device="cpu")
@@ -412,7 +439,7 @@ def scripts(rank: int, world: int) -> None:
         both(program, rank, world)
     for program in (by_a_method, called_beside_the_model, within_a_plain_model):
         both(program, rank, world)
-    for program in (asked_on_one_rank, saved, copied_before):
+    for program in (asked_on_one_rank, saved, copied_before, of_two_models):
         both(program, rank, world)
     in_micro_batches(rank, world)
     drawn(rank, world)

@@ -216,6 +216,32 @@ def optimizers_of_a_part(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+def optimizers_of_two_models(lay: Lay) -> list[Any]:
+    """Each prepared by itself; in some steps one of them alone has gradients."""
+    encoder, decoder = net(6, 4), net(4, 4)
+    groups = [{"params": encoder.parameters()}, {"params": [*decoder.parameters()], "lr": 0.02}]
+    optimizer = torch.optim.AdamW(groups, 0.1, weight_decay=0.1)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(
+        lambda of, *_: seen.append(sum(p.grad.square().sum() for g in of.param_groups for p in g["params"]))
+    )
+    encoder, optimizer = lay(encoder, optimizer)
+    decoder = lay(decoder)
+    schedule, out = torch.optim.lr_scheduler.StepLR(optimizer, 2), list[Any]()
+    both = [*encoder.parameters(), *decoder.parameters()]
+    for step in range(5):
+        x, y = batch(step)
+        code = encoder(x) if step != 3 else x[:, :4]
+        loss = F.cross_entropy(decoder(code) if step != 2 else code, y)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        out += [loss.item(), nn.utils.clip_grad_norm_(both, 0.1)]
+        optimizer.step()
+        schedule.step()
+    states = optimizer.state_dict()["state"]
+    return [*out, *seen, *both, *(state["exp_avg"] for _, state in sorted(states.items()))]
+
+
 def optimizers_around_others(lay: Lay) -> list[Any]:
     model = net()
     model, optimizer = lay(model, Lookahead(torch.optim.Adam(model.parameters(), 0.1)))

@@ -222,16 +222,13 @@ def refused(rank: int, world: int) -> None:
     both = [*encoder.parameters(), *decoder.parameters()]
     with pytest.raises(ValueError, match="autocast-bfloat16"):
         espalier.prepare(encoder, MOMENTUM(both), plan={"data": 2, "precision": "autocast-float16"})
-    encoder, _ = espalier.prepare(encoder, MOMENTUM(both), plan={"data": 2})
-    decoder = espalier.prepare(decoder, plan={"data": 2})
-    with pytest.raises(ValueError, match=r"two models(.|\n)*nn.ModuleDict"):
-        decoder(encoder(batch(0)[0].float()))
-    encoder, decoder = net(6, 8), net(8, 4)
-    held = MOMENTUM([*encoder.parameters(), *decoder.parameters()])  # which the first call finds
-    encoder, decoder = (espalier.prepare(m, plan={"data": 2, "zero": 3}) for m in (encoder, decoder))
-    with pytest.raises(ValueError, match=r"two models(.|\n)*nn.ModuleDict"):
-        decoder(encoder(batch(0)[0].float()))
-    del held
+    for plan, said in (({"pipe": 2}, "pipe"), ({"data": 2, "accumulate": 2}, "accumulate")):
+        encoder, decoder = net(6, 8), net(8, 4)
+        held = MOMENTUM([*encoder.parameters(), *decoder.parameters()])  # which the first call finds
+        encoder, decoder = (espalier.prepare(m, plan=plan) for m in (encoder, decoder))
+        with pytest.raises(ValueError, match=rf"two models(.|\n)*go with {said}(.|\n)*nn.ModuleDict"):
+            decoder(encoder(batch(0)[0].float()))
+        del held
     (x, y), table, model = batch(0), nn.Parameter(torch.randn(4, 8)), net(6, 8)
     held, plan = [*model.parameters(), table], {"pipe": 2, "accumulate": 2}
     model, _ = espalier.prepare(model, MOMENTUM(held), plan=plan)

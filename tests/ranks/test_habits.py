@@ -29,6 +29,7 @@ from tests.ranks.habits_of_optimizers import (
     hooks_of_an_optimizer,
     optimizers_around_others,
     optimizers_of_a_part,
+    optimizers_of_two_models,
     optimizers_that_answer_for_others,
     optimizers_that_ask_for_a_class,
     optimizers_within_the_backward_pass,
@@ -506,6 +507,7 @@ PROGRAMS = (
     functions_that_torch_compiles,
     parameters_given,
     optimizers_of_a_part,
+    optimizers_of_two_models,
     optimizers_around_others,
     optimizers_that_answer_for_others,
     norms_that_are_synchronized,
@@ -531,7 +533,8 @@ PROGRAMS = (
     rates_and_metrics_as_tensors,
     recomputed_drawn_and_averaged,
 )
-AROUND = optimizers_around_others, optimizers_that_answer_for_others
+# these have an optimizer update stand-ins of what it holds, or what is of another model
+ON_DEVICE = optimizers_around_others, optimizers_that_answer_for_others, optimizers_of_two_models
 STAGED = (
     gradients_dropped_by_hand,
     adjoint_methods,
@@ -580,7 +583,7 @@ OF_DATA = (
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         plans = (*PLANS, *STAGES) if program in STAGED else PLANS
-        if program in AROUND:  # they have an optimizer update stand-ins of what it holds
+        if program in ON_DEVICE:
             plans = tuple(plan for plan in plans if "offload" not in plan)
         compare(program, [(plan, {}) for plan in plans])
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
