@@ -39,6 +39,7 @@ from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
@@ -133,7 +134,7 @@ class ModelCall:
     def output(self, inputs: Any) -> Any:
         """What the model gives."""
         with self.autocast(), as_addends(self.mesh):
-            return called(self.module, inputs)
+            return called(self.module, inputs if self.plan.pipe == 1 else closed(inputs))
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The loss of what the model gives for a batch.

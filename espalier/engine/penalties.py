@@ -21,6 +21,7 @@ from espalier.engine.full_model import full_copy
 from espalier.engine.kept import Kept, captured, evaluated, with_writes
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import called, mapped
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.meshes import brought
@@ -41,7 +42,7 @@ def whole_output(
     parameters: dict[str, torch.Tensor] = {
         name: brought(p, mesh) if isinstance(p, DTensor) else p for name, p in named_parameters_in(model)
     }
-    return called(lambda *args, **named: functional_call(full, parameters, args, named), inputs)
+    return called(lambda *args, **named: functional_call(full, parameters, args, named), closed(inputs))
 
 
 def on_all_ranks(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -44,7 +44,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
-from espalier.parallel.pipeline.objects import closed, opened, refuse_objects, sendable
+from espalier.parallel.pipeline.objects import closed, opened, opened_inputs, refuse_objects, sendable
 from espalier.parallel.pipeline.record import TorchState, leaves, mapped, refilled
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
@@ -134,6 +134,7 @@ class ModelRun:
         batch: Any = None,
     ) -> None:
         self.batch = batch
+        inputs = opened_inputs(inputs)
         self._passes, self._inputs, self.is_own, self.keep = passes, inputs, rows == "own", keep
         refuse_objects(inputs)
         self._updates, self._written = passes.updates, passes.written()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +14,12 @@ import torch
 
 from espalier.meanwhile import having
 from espalier.parallel.apart import calls_within, is_torchs
+from espalier.tensor import DTensor
+from espalier.tensor.loans import is_whole
+from espalier.tensor.observers import user_frame
 from espalier.torch_private import call_before_step, keeps_hooks, without_hooks_before_step
 
+_TOLD = "_told_of_gone"  # at an optimizer: that it was told of its engine
 _NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
 
 
@@ -41,6 +46,8 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     @functools.wraps(around)
     def method(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
         engine, own = made_by(), around.__get__(self, type(self)) if is_method else around
+        if engine is None and self is held_by():
+            _tell_of_gone(self)
         if engine is None or self is not held_by() or engine.is_stepping:
             return own(*args, **options)
         closure, out = args[0] if args else options.get("closure"), None
@@ -69,6 +76,29 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
     step.__func__ = method  # type: ignore[attr-defined]
     step.engine = method.engine = made_by  # type: ignore[attr-defined]  # a schedule's wrapper has it, too
     optimizer.step = step  # type: ignore[method-assign]
+
+
+def _tell_of_gone(optimizer: torch.optim.Optimizer) -> None:
+    """Tell of an optimizer whose engine is gone: nobody sums its gradients over the ranks.
+
+    Raises:
+        ValueError: its parameters are cut, and only an engine can update them.
+    """
+    name = type(optimizer).__name__
+    said = (
+        f"{name}.step(): the engine that makes its steps is gone, as nobody has kept what espalier.prepare (or "
+        f"initialize) gave back. Write model, {name.lower()} = espalier.prepare(model, {name.lower()}, plan=...), "
+        "and call that model"
+    )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(type(p) is DTensor and not is_whole(p._layout) for p in held):
+        raise ValueError(f"{said}: its parameters are cut over the ranks.")
+    if _TOLD not in vars(optimizer):
+        vars(optimizer)[_TOLD] = True
+        warnings.warn(
+            f"{said}. Each rank computes by itself now, and is right only where all are given the same rows.",
+            stacklevel=user_frame()[0],
+        )
 
 
 def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:

@@ -25,6 +25,7 @@ from espalier.mesh.parts import at
 from espalier.parallel.branches import Branches, found_branches, homes_of, leave_out, place_branches
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import left_out, send_tokens, stacked
+from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import SplitError, all_having_it, called
 from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
@@ -540,7 +541,7 @@ class WholeProgram(StageProgram):
 
     def __call__(self, received: Sequence[torch.Tensor], batch: Any, runner: Any = None) -> Any:
         """The model's output; of a stage that does nothing, no tensors."""
-        return () if self._whole is None else all_having_it(called, self._whole, batch)
+        return () if self._whole is None else all_having_it(called, self._whole, closed(batch))
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that it uses."""

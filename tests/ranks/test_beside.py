@@ -229,6 +229,12 @@ def refused(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=rf"two models(.|\n)*go with {said}(.|\n)*nn.ModuleDict"):
             decoder(encoder(batch(0)[0].float()))
         del held
+    model = net(6, 4)
+    alone = MOMENTUM(model.parameters())
+    espalier.prepare(model, alone, plan={"data": 2, "zero": 3})  # nobody keeps what it gives
+    model(batch(0)[0].float()).sum().backward()
+    with pytest.raises(ValueError, match=r"SGD.step\(\): the engine that makes its steps is gone"):
+        alone.step()
     (x, y), table, model = batch(0), nn.Parameter(torch.randn(4, 8)), net(6, 8)
     held, plan = [*model.parameters(), table], {"pipe": 2, "accumulate": 2}
     model, _ = espalier.prepare(model, MOMENTUM(held), plan=plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import threading
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 import espalier
-from tests.ranks.habits import Lay, batch, compare, loss_of, trained
+from tests.ranks.habits import Lay, batch, compare, loss_of, stepped, trained
 
 
 class Net(nn.Module):
@@ -685,18 +686,47 @@ def test_steps_that_a_program_replaces(ranks: Any) -> None:
     ranks(2, steps_replaced)
 
 
-class OfObjects(Net):
-    def forward(self, x: Any) -> torch.Tensor:
-        return super().forward(x.inner)
+@dataclasses.dataclass
+class Weighed:
+    by: torch.Tensor
+    name: str
+
+
+class OfObjects(nn.Module):
+    """Is called with an object that has rows, and with a dataclass of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, of: Any, weighed: Weighed) -> torch.Tensor:
+        return self.head(self.layers(of.inner) * weighed.by)
+
+
+def trained_on_objects(lay: Lay) -> list[Any]:
+    model, out = OfObjects(), list[Any]()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    for step in range(3):
+        x, y = batch(step)
+        given = SimpleNamespace(inner=x, number=step), Weighed(x.cos(), f"step {step}")
+        out.append(stepped(F.cross_entropy(model(*given), y), optimizer).item())
+    with torch.no_grad():
+        out.append(model(*given))
+    return [*out, *model.parameters()]
 
 
 def objects_as_inputs(rank: int, world: int) -> None:
-    model: Any = espalier.prepare(OfObjects(), plan={"pipe": 2})
+    compare(trained_on_objects, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    x, _ = batch(0)
+    model: Any = espalier.prepare(OfObjects().double(), plan={"pipe": 2})
+    locked = [SimpleNamespace(inner=x, by=x, lock=threading.Lock()) for _ in "ab"]
     with pytest.raises(TypeError, match=r"called with SimpleNamespace, in which no tensor is seen"):
-        model(SimpleNamespace(inner=batch(0)[0].float())).sum().backward()
+        model(*locked).sum().backward()
 
 
-def test_objects_as_inputs_are_told(ranks: Any) -> None:
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+def test_objects_as_inputs(ranks: Any) -> None:
     ranks(2, objects_as_inputs)
 
 

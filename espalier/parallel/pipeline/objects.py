@@ -1,4 +1,4 @@
-"""Objects of other classes than containers in a model's output, which hold tensors: a cache, say.
+"""Objects of other classes than containers in what a model gives or is given, which hold tensors: a cache, a graph.
 
 Trees end at such an object. So that its tensors travel, and have gradients, as all of an output, it is taken
 apart where an output comes from: into a list of tensors, and what is left of it; and put together where a
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.parallel.pipeline.record import Ref, leaves, mapped
 from espalier.trees import attributes, object_map, tree_map
+from espalier.trees import leaves as leaves_of
 
 PLAIN = (
     torch.Tensor, Ref, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -25,8 +26,7 @@ PLAIN = (
 _DEPTH = 4  # objects one within another
 
 
-@dataclass
-class Opened:
+class Opened(NamedTuple):
     """An object whose tensors are beside it, in a container.
 
     Attributes:
@@ -43,11 +43,22 @@ class _Hole:
     number: int
 
 
-def opened(tree: Any, is_known: Callable[[torch.Tensor], bool] = lambda x: True) -> Any:
+def opened_inputs(tree: Any) -> Any:
+    """What a model is given with its objects taken apart, dataclasses too: so their rows are seen."""
+    if all(isinstance(x, PLAIN) for x in leaves_of(tree)):
+        return tree
+    return opened(tree, is_object=lambda x: _is_unsendable(x) or (is_dataclass(x) and holds_tensors(x)))
+
+
+def opened(
+    tree: Any,
+    is_known: Callable[[torch.Tensor], bool] = lambda x: True,
+    is_object: Callable[[Any], bool] | None = None,
+) -> Any:
     """An output with its objects taken apart; those that cannot be, or have others than known ones, stay."""
 
     def one(x: Any) -> Any:
-        if not _is_unsendable(x):
+        if not (is_object or _is_unsendable)(x):
             # a distribution is not to be made anew for nothing, of other tensors
             return mapped(one, x) if any(map(_is_unsendable, leaves(x))) else x
         tensors: dict[int, torch.Tensor] = {}

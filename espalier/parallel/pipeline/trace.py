@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.meanwhile import having
-from espalier.parallel.pipeline.objects import opened
+from espalier.parallel.pipeline.objects import closed, opened
 from espalier.parallel.pipeline.outside import Outside
 from espalier.parallel.pipeline.record import (
     METADATA,
@@ -257,7 +257,7 @@ def _recorded(
     seen = _calls_seen(recorder.module), unchecked_distributions()
     with met[0], met[1], seen[0], seen[1], recorder.worked, recorder:
         try:
-            out = called(twin.module, batch)
+            out = called(twin.module, closed(batch))
         except _Hidden as error:  # of a model with a __call__ of its own, which no call of a module encloses
             raise recorder.refused("", error) from error
     if before is not None and not before.as_now():
