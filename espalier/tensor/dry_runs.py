@@ -739,7 +739,10 @@ class Drawing(DispatchMode):
             rejects = func.overloadpacket.__name__ in REJECTING
             made = torch.empty_like(args[0]) if rejects and args[0].is_meta else None  # not all can do that
             if not _draws(func, kwargs):
-                return remembered(func, args, kwargs) if made is None else made
+                try:
+                    return remembered(func, args, kwargs) if made is None else made
+                except (RuntimeError, NotImplementedError) as error:
+                    raise _asked_of_stage(func, error) if " meta " in str(error) else error
             # an overload with a generator is called with it, be it None
             call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
             draw = Draw(func, *tree_map(_known if rejects else _like, call_arguments))
@@ -752,6 +755,16 @@ class Drawing(DispatchMode):
         else:
             self.draws.append(draw)
         return out
+
+
+def _asked_of_stage(func: Any, error: Exception) -> NoValueError:
+    """What torch says of an operation that needs values, where a stage is run without."""
+    return NoValueError(
+        f"What a stage gives is found by a run without data, and {site(user_frame()[1])} asks for a value "
+        f"there ({func.overloadpacket.__name__}: {error}). So it is within autograd functions (adjoint methods), "
+        "and where a shape hangs on values (repeat_interleave without output_size=). Ask for it before, in the "
+        "model's forward, or train under a plan without pipe."
+    )
 
 
 def _all_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

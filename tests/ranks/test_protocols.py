@@ -568,6 +568,36 @@ def test_as_on_one_process(ranks: Any, at: int) -> None:
     ranks(2, compared, at)
 
 
+class Chooses(torch.autograd.Function):
+    """Asks for a value where no answers of a trace are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return x * 2 if t[0] < t[1] else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad * 2, None
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return Chooses.apply(self.enter(x), t)  # type: ignore[no-any-return]
+
+
+class OfChosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.head = Chosen(), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.chosen(x, torch.linspace(0, 1, 3)))  # type: ignore[no-any-return]
+
+
 def told(rank: int, world: int) -> None:
     """What stages cannot do of it is told with what to write, also where it was dropped in silence once."""
     model: Any = espalier.prepare(Net(), plan={"data": 2})
@@ -595,6 +625,9 @@ def told(rank: int, world: int) -> None:
     state = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
     model.head.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"'head\.weight', 'head\.bias' came later(.|\n)*p\.data = value"):
+        F.cross_entropy(model(x), y).backward()
+    model = espalier.prepare(OfChosen(), plan={"pipe": 2})
+    with pytest.raises(ValueError, match=r"asks for a value there(.|\n)*without pipe"):
         F.cross_entropy(model(x), y).backward()
 
 
