@@ -517,6 +517,7 @@ class Direct(Passes):
         OwnLoop.close()
         of_step = self.accumulation
         if torch.is_grad_enabled():
+            self._begins_anew()
             self._begins(batch)
         loss = self._loss_of(batch) if of_step is None else of_step.forward(batch, self._loss_of)
         if loss.requires_grad:
@@ -524,6 +525,12 @@ class Direct(Passes):
             self._last_loss = loss.detach()
         self._is_own = False
         return loss
+
+    def _begins_anew(self) -> None:
+        """Forget a step's micro-batches whose gradients the program has dropped (sharpness-aware steps)."""
+        of_step = self.accumulation
+        if of_step is not None and of_step.complete and not self.shows_gradients:
+            self.forget()
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
         call = self.call
@@ -544,6 +551,7 @@ class Direct(Passes):
             self.mesh.put_together.clear()
         batch = call.alone(inputs)
         if trains:
+            self._begins_anew()
             self._begins(batch)
         self._laid_out(batch).begin_forward()
         typed = call.batches.typed(inputs)

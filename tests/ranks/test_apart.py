@@ -230,6 +230,38 @@ TRIED = (Faint, Growing, Reaching, Drawing)
 KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHER)
 
 
+def sharp(plan: dict[str, Any] | None) -> torch.Tensor:
+    """Sharpness-aware steps by hand: micro-batches at a place beside, once the first gradients are dropped."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if plan is not None:
+        model, optimizer = espalier.prepare(model, optimizer, plan=plan)
+    held = list(model.parameters())
+
+    def go_back(step: int) -> None:
+        x, y = batch(step)
+        for rows in (slice(0, len(y) // 2), slice(len(y) // 2, None)):
+            loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+            (loss / 2 if plan is None else loss).backward()
+
+    for step in range(3):
+        go_back(step)
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in held]).norm()  # type: ignore[union-attr]
+            ways = [p.grad * (0.05 / norm) for p in held]  # type: ignore[operator]
+            for p, way in zip(held, ways, strict=True):
+                p.add_(way)
+        optimizer.zero_grad()
+        go_back(step)
+        with torch.no_grad():
+            for p, way in zip(held, ways, strict=True):
+                p.sub_(way)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([espalier.full_tensor(p).detach().flatten() for p in held])
+
+
 def by_closures(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
     plans: list[dict[str, Any]] = [
@@ -248,6 +280,9 @@ def by_closures(rank: int, world: int) -> None:
                     warnings.simplefilter("ignore")  # a norm of all stages
                     apart = (trained(kind, plan, by_closure=True) - expected).abs().max().item()
                 assert apart < TOLERANCE, f"{kind} under {plan}: {apart}"
+        expected = sharp(None)
+        for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}):
+            assert (sharp({**plan, "accumulate": 2}) - expected).abs().max() < TOLERANCE, plan
         with pytest.raises(ValueError, match="asks for the loss as often as it likes"):
             trained(Aside, {"data": 2, "clip": 0.1}, by_closure=True)
     finally:
