@@ -96,3 +96,21 @@ def share_gradients(beside: Iterable[torch.Tensor], mesh: Mesh, *, mean: bool) -
             sums = sum_whole(torch.cat([grad.flatten(), ranks_with]), mesh)
             if sums[-1]:
                 p.grad = sums[:-1].view_as(grad) / (mesh.size() if mean else 1)
+
+
+def counted_beside(
+    optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh, *, is_own: bool
+) -> dict[str, torch.Tensor]:
+    """The gradients of what an optimizer holds beside a model: of those on each rank one counts in the norm.
+
+    Args:
+        is_own: they are of a loss of this rank's own rows, and new: the ranks' mean is taken.
+    """
+    beside = held_beside(optimizer)
+    if not beside:
+        return {}
+    check_beside(beside, plan)
+    if is_own:
+        share_gradients(beside, mesh[plan.batch_axes], mean=True)
+    here = beside if mesh.rank == 0 else ()
+    return {f"beside.{i}": p.grad for i, p in enumerate(here) if p.grad is not None}

@@ -23,7 +23,7 @@ from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
 from espalier.engine.batches import Loader, Orders
-from espalier.engine.beside import beside_model, check_beside, held_beside, make_equal, share_gradients
+from espalier.engine.beside import beside_model, counted_beside, held_beside, make_equal
 from espalier.engine.checkpointing import (
     EngineState,
     WeightsFormat,
@@ -56,7 +56,7 @@ from espalier.engine.surface import (
     Surface,
     bound,
 )
-from espalier.engine.together import finish_together, leader_of, refuse_cut_elsewhere, settle_together
+from espalier.engine.together import finish_together, follow_leader, settle_together
 from espalier.engine.update import (
     FlatParams,
     check_closures,
@@ -115,6 +115,7 @@ class Engine(Surface):
             (a collective), as that of an :class:`EngineModule`; else it has this rank's parts, as that of
             :attr:`module`.
         gives_own_rows: whether what it has given is of this rank's rows alone.
+        led: engines of other models whose parameters its optimizer has, too.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Engine(Surface):
         self.scaler = LossScaler(plan.precision.loss_scale) if plan.precision.scales else None
         self.guard: Guard | None = None
         self.is_stepping = self.gives_whole_states = self.gives_own_rows = False
-        self._led: list[Engine] = []  # those of other models, of which its optimizer has parameters, too
+        self.led: list[Engine] = []
         self._leader: Engine | None = None  # which makes the steps of its optimizer in its place
         self._arranged, self._policy, self._recomputed = arranged, recompute_policy, chosen(module, plan)
         kind: type[Passes] = Direct
@@ -162,9 +163,8 @@ class Engine(Surface):
 
     def _bind(self, added: torch.optim.Optimizer) -> None:
         """Let steps of an optimizer, of each of several, and of all that there are, be the engine's."""
-        self._leader = leader_of(added, self)
+        self._leader = follow_leader(added, self)
         if self._leader is not None:
-            self._leader._led.append(self)
             return
         make_equal([p for p in beside_model(self.module, added) if type(p) is not DTensor], self.mesh)
         for part in {self.optimizer or added, *parts_of(added)}:
@@ -204,7 +204,6 @@ class Engine(Surface):
         """
         added = as_one(optimizer)
         check_optimizer(added, self.module, self.plan)
-        refuse_cut_elsewhere(added, self.module, beside_model(self.module, added))
         before = [] if self.optimizer is None or instead else parts_of(self.optimizer)
         whole = Several([*before, *parts_of(added)]) if before else added
         check_closures(whole, self.plan)
@@ -590,7 +589,7 @@ class Engine(Surface):
                 gradients that another of several optimizers waits for.
         """
         of_step = self.passes.accumulation
-        if self.optimizer is None or not any(x.passes.may_step for x in (self, *self._led)):
+        if self.optimizer is None or not any(x.passes.may_step for x in (self, *self.led)):
             return False
         if of_step is not None and not of_step.complete:
             raise ValueError(
@@ -619,17 +618,17 @@ class Engine(Surface):
             return self._stepped(optimizer, keep)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, keep: bool) -> bool:
-        passes, data, known = self.passes, self._laid_out(), self._judgement
+        passes, data, known, seen = self.passes, self._laid_out(), self._judgement, self.passes.seen
         if known is not None and (passes.has_gradients or optimizer in known.stepped):
             known = None
         self._loads.check()
         passes.check_step()
-        passes.seen.check()
+        seen.check()
         passes.finish()
-        of_led, others = finish_together(self._led)
-        counted = {**passes.counted(), **of_led}
-        if beside := self._counted_beside(optimizer, known is None):
-            counted = {**counted, **beside}
+        of_led, others = finish_together(self.led)
+        is_own = known is None and self.gives_own_rows
+        beside = counted_beside(self.optimizer or optimizer, self.plan, self.mesh, is_own=is_own)
+        counted = {**passes.counted(), **of_led, **beside}
         losses: list[torch.Tensor] = []
         under_way = Norm([*counted.values()], self.mesh, self._riders(losses.append))
         judgement = known or Judgement(self._factor())
@@ -651,9 +650,7 @@ class Engine(Surface):
                 if judgement.may_update:
                     self.wait_staged()
                     whole = self.optimizer or optimizer
-                    update_model(
-                        optimizer, whole, data, factor, passes.seen, self._runs, keep=keep, others=others
-                    )
+                    update_model(optimizer, whole, data, factor, seen, self._runs, keep=keep, others=others)
                     passes.updates += 1
                     if passes.watch is not None and passes.watch.fit(data, whole):
                         passes.watch = None
@@ -664,17 +661,6 @@ class Engine(Surface):
             self.steps += 1
             self.pulse.step = self.steps + 1
         return judgement.may_update
-
-    def _counted_beside(self, optimizer: torch.optim.Optimizer, are_new: bool) -> dict[str, torch.Tensor]:
-        """The gradients of what optimizers hold beside the model: of those on each rank one counts."""
-        beside = held_beside(self.optimizer or optimizer)
-        if not beside:
-            return {}
-        check_beside(beside, self.plan)
-        if are_new and self.gives_own_rows:
-            share_gradients(beside, self.mesh[self.plan.batch_axes], mean=True)
-        here = beside if self.mesh.rank == 0 else ()
-        return {f"beside.{i}": p.grad for i, p in enumerate(here) if p.grad is not None}
 
     @contextmanager
     def _stepping(self, optimizer: torch.optim.Optimizer, keep: bool) -> Iterator[None]:
@@ -693,7 +679,7 @@ class Engine(Surface):
                 forget_gradients(optimizer)
                 passes.forget()
             passes.traffic.end()
-            settle_together(self._led, keep=keep)
+            settle_together(self.led, keep=keep)
 
     def _factor(self) -> torch.Tensor | float | None:
         """What makes those of the batch of the gradients as they are."""

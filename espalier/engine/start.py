@@ -14,13 +14,11 @@ from torch.nn.parameter import is_lazy
 from espalier.blocks import named_parameters_in, parameters_in
 from espalier.device import is_accelerator, use
 from espalier.engine.accumulation import Count
-from espalier.engine.beside import beside_model
 from espalier.engine.compiling import compilable
 from espalier.engine.engine import Engine
 from espalier.engine.norm import Guard
 from espalier.engine.passes import LossFunction
 from espalier.engine.recompute import Policy
-from espalier.engine.together import refuse_cut_elsewhere
 from espalier.engine.update import check_optimizer
 from espalier.faults.settings import Faults, Spikes
 from espalier.faults.watchdog import watched
@@ -103,7 +101,6 @@ def initialize(
     if optimizer is not None:
         optimizer = as_one(optimizer)
         check_optimizer(optimizer, model, plan)
-        refuse_cut_elsewhere(optimizer, model, beside_model(model, optimizer))
     _make_dense(model)
     see_all_rows(model)
     _warn_of_compiled(model)

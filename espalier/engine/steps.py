@@ -86,8 +86,8 @@ def _tell_of_gone(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     said = (
-        f"{name}.step(): the engine that makes its steps is gone, as nobody has kept what espalier.prepare (or "
-        f"initialize) gave back. Write model, {name.lower()} = espalier.prepare(model, {name.lower()}, plan=...), "
+        f"{name}.step(): the engine that makes its steps is gone, as nobody has kept what espalier.prepare "
+        "(or initialize) gave back. Write model, optimizer = espalier.prepare(model, optimizer, plan=...), "
         "and call that model"
     )
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -7,7 +7,7 @@ encoder's weights, say, in one AdamW.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,21 +32,26 @@ class Trains(Steps, Protocol):
     mesh: Mesh
     passes: Passes
     max_grad_norm: float | None
+    led: list[Any]
 
 
-def leader_of(optimizer: torch.optim.Optimizer, engine: Trains) -> Trains | None:
-    """The engine of another model that makes the steps of an optimizer; None: this one does.
+def follow_leader(optimizer: torch.optim.Optimizer, engine: Trains) -> Any:
+    """Have an engine follow that of another model which makes the steps of its optimizer.
+
+    Returns:
+        that one; None: there is none, and the engine makes them itself.
 
     Raises:
         ValueError: one does that cannot take this model along.
     """
     for part in parts_of(optimizer):
-        other = engine_of_steps(part)
+        other: Trains | None = engine_of_steps(part)
         if other is None or other is engine:
             continue
         reasons = _against(optimizer, engine, other)
         if reasons:
             raise ValueError(_refused(part, type(other.module).__name__, engine.module, ", ".join(reasons)))
+        other.led.append(engine)
         return other
     return None
 
@@ -92,8 +97,8 @@ def refuse_cut_elsewhere(
 
 def _refused(optimizer: torch.optim.Optimizer, other: str, model: nn.Module, reason: str) -> str:
     return (
-        f"{type(optimizer).__name__} holds parameters of two models ({other} and {type(model).__name__}), each "
-        f"of which is prepared by itself: that does not go with {reason}. Put them into one, "
+        f"{type(optimizer).__name__} holds parameters of two models ({other} and {type(model).__name__}), "
+        f"each of which is prepared by itself: that does not go with {reason}. Put them into one, "
         "both = nn.ModuleDict({'a': a, 'b': b}), prepare that with the optimizer, and call its parts, "
         "both['a'](x) (behind DistributedDataParallel: wrap one module, whose forward calls both); or give "
         "each an optimizer of its own."

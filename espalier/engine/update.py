@@ -21,6 +21,7 @@ from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
 from espalier.engine.seen import SeenGradients
 from espalier.engine.states import has_strays, meet_others_states, settle, take_over
+from espalier.engine.together import refuse_cut_elsewhere
 from espalier.meanwhile import having
 from espalier.parallel.apart import holds_others, makes_one_of_all
 from espalier.parallel.data.zero import ZeroState
@@ -111,6 +112,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             "model.parameters() of the very model given."
         )
     check_beside(beside, plan)
+    refuse_cut_elsewhere(optimizer, model, beside)
     if plan.pipe > 1:
         for part in filter(steps_by_closure, parts_of(optimizer)):
             warnings.warn(_BY_CLOSURE.format(type(part).__name__), stacklevel=user_frame()[0])

@@ -742,7 +742,9 @@ class Drawing(DispatchMode):
                 try:
                     return remembered(func, args, kwargs) if made is None else made
                 except (RuntimeError, NotImplementedError) as error:
-                    raise _asked_of_stage(func, error) if " meta " in str(error) else error
+                    if " meta " not in str(error):
+                        raise
+                    raise _asked_of_stage(func, error) from error
             # an overload with a generator is called with it, be it None
             call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
             draw = Draw(func, *tree_map(_known if rejects else _like, call_arguments))
@@ -761,9 +763,9 @@ def _asked_of_stage(func: Any, error: Exception) -> NoValueError:
     """What torch says of an operation that needs values, where a stage is run without."""
     return NoValueError(
         f"What a stage gives is found by a run without data, and {site(user_frame()[1])} asks for a value "
-        f"there ({func.overloadpacket.__name__}: {error}). So it is within autograd functions (adjoint methods), "
-        "and where a shape hangs on values (repeat_interleave without output_size=). Ask for it before, in the "
-        "model's forward, or train under a plan without pipe."
+        f"there ({func.overloadpacket.__name__}: {error}). So it is within autograd functions (adjoint "
+        "methods), and where a shape hangs on values (repeat_interleave without output_size=). Ask for it "
+        "before, in the model's forward, or train under a plan without pipe."
     )
 
 

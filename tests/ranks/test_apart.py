@@ -231,7 +231,7 @@ KINDS: tuple[Callable[[Params], torch.optim.Optimizer], ...] = (*ALONE, *TOGETHE
 
 
 def sharp(plan: dict[str, Any] | None) -> torch.Tensor:
-    """Sharpness-aware steps by hand: micro-batches at a place beside, once the first gradients are dropped."""
+    """Sharpness-aware steps by hand: micro-batches at a place beside, once gradients were dropped."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

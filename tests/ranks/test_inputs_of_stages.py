@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +253,80 @@ def test_refused(ranks: Any) -> None:
 @pytest.mark.world(4)
 def test_refused_of_own_rows(ranks: Any) -> None:
     ranks(4, told_of_own_rows)
+
+
+class Chooses(torch.autograd.Function):
+    """Asks for a value where no answers of a trace are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return x * 2 if t[0] < t[1] else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad * 2, None
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return Chooses.apply(self.enter(x), t)  # type: ignore[no-any-return]
+
+
+class OfChosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.head = Chosen(), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.chosen(x, torch.linspace(0, 1, 3)))  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass
+class Weighed:
+    by: torch.Tensor
+    name: str
+
+
+class OfObjects(nn.Module):
+    """Is called with an object that has rows, and with a dataclass of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, of: Any, weighed: Weighed) -> torch.Tensor:
+        return self.head(self.layers(of.inner) * weighed.by)
+
+
+def trained_on_objects(lay: Lay) -> list[Any]:
+    model, out = OfObjects(), list[Any]()
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    for step in range(3):
+        x, y = batch(step)
+        given = SimpleNamespace(inner=x, number=step), Weighed(x.cos(), f"step {step}")
+        out.append(stepped(F.cross_entropy(model(*given), y), optimizer).item())
+    with torch.no_grad():
+        out.append(model(*given))
+    return [*out, *model.parameters()]
+
+
+def objects_as_inputs(rank: int, world: int) -> None:
+    compare(trained_on_objects, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    x, _ = batch(0)
+    model: Any = espalier.prepare(OfObjects().double(), plan={"pipe": 2})
+    locked = [SimpleNamespace(inner=x, by=x, lock=threading.Lock()) for _ in "ab"]
+    with pytest.raises(TypeError, match=r"called with SimpleNamespace, in which no tensor is seen"):
+        model(*locked).sum().backward()
+    model = espalier.prepare(OfChosen().double(), plan={"pipe": 2})
+    with pytest.raises(ValueError, match=r"asks for a value there(.|\n)*without pipe"):
+        model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
+def test_objects_as_inputs(ranks: Any) -> None:
+    ranks(2, objects_as_inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import threading
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 import espalier
-from tests.ranks.habits import Lay, batch, compare, loss_of, stepped, trained
+from tests.ranks.habits import Lay, batch, compare, loss_of, trained
 
 
 class Net(nn.Module):
@@ -568,36 +567,6 @@ def test_as_on_one_process(ranks: Any, at: int) -> None:
     ranks(2, compared, at)
 
 
-class Chooses(torch.autograd.Function):
-    """Asks for a value where no answers of a trace are given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return x * 2 if t[0] < t[1] else x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad * 2, None
-
-
-class Chosen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return Chooses.apply(self.enter(x), t)  # type: ignore[no-any-return]
-
-
-class OfChosen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen, self.head = Chosen(), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.chosen(x, torch.linspace(0, 1, 3)))  # type: ignore[no-any-return]
-
-
 def told(rank: int, world: int) -> None:
     """What stages cannot do of it is told with what to write, also where it was dropped in silence once."""
     model: Any = espalier.prepare(Net(), plan={"data": 2})
@@ -625,9 +594,6 @@ def told(rank: int, world: int) -> None:
     state = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
     model.head.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"'head\.weight', 'head\.bias' came later(.|\n)*p\.data = value"):
-        F.cross_entropy(model(x), y).backward()
-    model = espalier.prepare(OfChosen(), plan={"pipe": 2})
-    with pytest.raises(ValueError, match=r"asks for a value there(.|\n)*without pipe"):
         F.cross_entropy(model(x), y).backward()
 
 
@@ -717,50 +683,6 @@ def test_other_orders_and_what_comes_too_late(ranks: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step..` has been overridden")
 def test_steps_that_a_program_replaces(ranks: Any) -> None:
     ranks(2, steps_replaced)
-
-
-@dataclasses.dataclass
-class Weighed:
-    by: torch.Tensor
-    name: str
-
-
-class OfObjects(nn.Module):
-    """Is called with an object that has rows, and with a dataclass of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, of: Any, weighed: Weighed) -> torch.Tensor:
-        return self.head(self.layers(of.inner) * weighed.by)
-
-
-def trained_on_objects(lay: Lay) -> list[Any]:
-    model, out = OfObjects(), list[Any]()
-    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
-    for step in range(3):
-        x, y = batch(step)
-        given = SimpleNamespace(inner=x, number=step), Weighed(x.cos(), f"step {step}")
-        out.append(stepped(F.cross_entropy(model(*given), y), optimizer).item())
-    with torch.no_grad():
-        out.append(model(*given))
-    return [*out, *model.parameters()]
-
-
-def objects_as_inputs(rank: int, world: int) -> None:
-    compare(trained_on_objects, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
-    x, _ = batch(0)
-    model: Any = espalier.prepare(OfObjects().double(), plan={"pipe": 2})
-    locked = [SimpleNamespace(inner=x, by=x, lock=threading.Lock()) for _ in "ab"]
-    with pytest.raises(TypeError, match=r"called with SimpleNamespace, in which no tensor is seen"):
-        model(*locked).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
-def test_objects_as_inputs(ranks: Any) -> None:
-    ranks(2, objects_as_inputs)
 
 
 def test_what_stages_cannot_do_is_told(ranks: Any) -> None:

@@ -58,7 +58,7 @@ PROGRAMS = [
         habits.tables_of_the_programs,
         habits.gradients_dropped_by_hand,
         habits.statistics_in_the_order_of_calls,
-        *habits.AROUND,
+        *habits.ON_DEVICE,
     )
 ]
 AWAY: dict[str, Any] = {"offload": {"states": "host"}}

@@ -1,4 +1,4 @@
-"""Objects of other classes than containers in what a model gives or is given, which hold tensors: a cache, a graph.
+"""Objects of other classes than containers in what a model gives or is given, with tensors: a cache, say.
 
 Trees end at such an object. So that its tensors travel, and have gradients, as all of an output, it is taken
 apart where an output comes from: into a list of tensors, and what is left of it; and put together where a
