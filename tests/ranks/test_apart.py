@@ -283,6 +283,10 @@ def by_closures(rank: int, world: int) -> None:
         expected = sharp(None)
         for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}):
             assert (sharp({**plan, "accumulate": 2}) - expected).abs().max() < TOLERANCE, plan
+        model = espalier.prepare(net(), plan={"data": 2})
+        made_later = Aside(model.parameters())  # which has another within
+        model(batch(0)[0]).sum().backward()
+        assert model.engine.optimizer is made_later
         with pytest.raises(ValueError, match="asks for the loss as often as it likes"):
             trained(Aside, {"data": 2, "clip": 0.1}, by_closure=True)
     finally:
