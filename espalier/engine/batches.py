@@ -12,10 +12,12 @@ import hashlib
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from espalier.comm.control import gather_objects, numbers_of_all
@@ -31,7 +33,7 @@ from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
-from espalier.torch_private import raw
+from espalier.torch_private import open_transform, raw
 from espalier.trees import instances_of, leaves, named_leaves, tensors_in, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
@@ -462,6 +464,7 @@ class GivenBatches:
         self._sum: torch.Tensor | float = 0.0
         self._weight = 0
         self._is_own = False
+        self._undo: Callable[[], object] = lambda: None
 
     def note(self, batch: Any, own: bool = False) -> None:
         """Look at a batch that is about to be trained on; ``own``: at this rank's rows of one."""
@@ -473,6 +476,21 @@ class GivenBatches:
                 self._weight += 1
                 if not self._mesh.is_dry and x.numel():
                     self._sum = self._sum + self._weight * _mark(x).to(self._mesh.device())
+
+    def look_at(self, module: nn.Module) -> None:
+        """Look, until they are compared, at batches, too, with which the program calls the model itself."""
+        if not self.is_open:
+            return
+        of, model = weakref.ref(self), weakref.ref(module)  # a copy of the module has the hook, too
+
+        def look(called: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = of()
+            if given is None or torch.compiler.is_compiling() or open_transform() is not None:
+                return
+            if called is model():
+                given.note([args, named])
+
+        self._undo = module.register_forward_pre_hook(look, with_kwargs=True).remove
 
     def shares(self) -> list[torch.Tensor]:
         """What this rank gives to the sums; nothing once they were compared."""
@@ -503,6 +521,7 @@ class GivenBatches:
             if apart and max(apart) <= _APART and self._is_own and self._readers > 1:
                 warnings.warn(_SAME, stacklevel=user_frame()[0])
         self.is_open = False
+        self._undo()
 
 
 def _apart(sums: torch.Tensor) -> list[float]:
@@ -530,8 +549,9 @@ _DIFFERENT = (
     "The ranks were given different batches. A batch of plain tensors is the whole global batch, equal on "
     "all ranks: each rank computes its rows of it, and those that it alone was given would be left out. "
     "Nothing was updated. If each rank loads its own rows (a DistributedSampler), write "
-    "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step. Else give all "
-    "ranks the same batch: one order, one seed."
+    "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step; or train what "
+    'espalier.prepare(model, optimizer, rows="own") gives. Else give all ranks the same batch: one order, '
+    "one seed."
 )
 
 _OF_ONE_BATCH = (

@@ -589,7 +589,7 @@ class Engine(Surface):
                 gradients that another of several optimizers waits for.
         """
         of_step = self.passes.accumulation
-        if self.optimizer is None or not any(x.passes.may_step for x in (self, *self.led)):
+        if self.optimizer is None or not any(x.passes.may_step_in_loop() for x in (self, *self.led)):
             return False
         if of_step is not None and not of_step.complete:
             raise ValueError(

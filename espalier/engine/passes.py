@@ -10,10 +10,11 @@ call back at the end.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -134,7 +135,25 @@ class ModelCall:
     def output(self, inputs: Any) -> Any:
         """What the model gives."""
         with self.autocast(), as_addends(self.mesh):
-            return called(self.module, inputs if self.plan.pipe == 1 else closed(inputs))
+            try:
+                return called(self.module, inputs if self.plan.pipe == 1 else closed(inputs))
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
+
+    def _explain(self, error: TypeError, inputs: Any) -> None:
+        """Say how the model was called, if it does not take what it was given."""
+        named = isinstance(inputs, Mapping)
+        given: Any = () if named else inputs if isinstance(inputs, tuple | list) else (inputs,)
+        try:
+            inspect.signature(self.module.forward).bind(*given, **(inputs if named else {}))
+        except TypeError:
+            more = (
+                "with loss_fn a batch is a pair (inputs, targets): model(inputs), loss_fn(output, targets)."
+            )
+            if self.loss_fn is None:
+                more = "a pair (inputs, targets) wants initialize(..., loss_fn=...), which gets the targets."
+            error.add_note(f"The engine called model({'**' if named else '*'}batch): {more}")
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The loss of what the model gives for a batch.
@@ -148,10 +167,35 @@ class ModelCall:
             )
         if loss.numel() != 1:
             raise ValueError(
-                f"The loss has the shape {list(loss.shape)}, expected one number. "
-                "Reduce it in the model, or pass loss_fn= to initialize."
+                f"The loss has the shape {list(loss.shape)}, expected one number. Reduce it in the model, or "
+                "pass loss_fn= to initialize. To make the loss in the loop, take the output by "
+                "engine.outputs(inputs)."
             )
         return loss
+
+
+def check_loss(loss: Any) -> None:
+    """See that something can go back.
+
+    Raises:
+        TypeError, ValueError: it cannot, as no loss could.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"engine.backward(loss) was given {type(loss).__name__}, expected the tensor that engine(batch) "
+            "gave, or one made of the model's output. loss.item() is a number, to be printed."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"engine.backward(loss): the loss has the shape {list(loss.shape)}, expected one number. Reduce "
+            "it (loss.mean()), or pass initialize(..., loss_fn=...) and call loss = engine(batch)."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "engine.backward(loss): no gradient leads from this loss to the model. It was made under "
+            "torch.no_grad(), of what was detached (loss.detach(), out.data), or all parameters are frozen "
+            "(requires_grad_(False))."
+        )
 
 
 def plain_output(output: Any) -> Any:
@@ -402,6 +446,24 @@ class Passes(ABC):
         """Whether a step is begun: nobody has dropped its gradients."""
         return self.has_gradients and (self.seen.is_barred or self.shows_gradients)
 
+    def may_step_in_loop(self) -> bool:
+        """Whether a step that the program has asked an optimizer for is the engine's.
+
+        Raises:
+            ValueError: it would be a rank's own, of calls that the engine knows nothing of.
+        """
+        if self.may_step:
+            return True
+        alone = self.data is None and self.mesh.size() > 1 and not self.mesh.is_dry
+        if alone and any(p.grad is not None for p in parameters_in(self.call.module)):
+            raise ValueError(
+                f"optimizer.step(): {self.plan} lays the model out at the first batch that the engine is "
+                "given, and there was none: these gradients are of calls of the model itself, which each "
+                "rank made by itself. Call engine(batch) or engine.outputs(inputs) in its place, or what "
+                "espalier.prepare(model, optimizer, plan=...) gives; or initialize(..., example=batch)."
+            )
+        return False
+
     @property
     def is_complete(self) -> bool:
         """Whether the step is due."""
@@ -509,6 +571,8 @@ class Direct(Passes):
             self.seen.watch(m.p for m in data.members)
         self.seen.watch_clipping()
         data.gradients.announce(self._hooks.come_late)
+        if self._trains:
+            self.first_batches.look_at(self.call.module)
 
     def one_by_one(self, what: str) -> Direct:
         return self
@@ -668,6 +732,7 @@ class Direct(Passes):
         of_step = self.accumulation
         if self.data is None:
             raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
+        check_loss(loss)
         if of_step is not None:
             of_step.check()
             if not self._is_within:

@@ -85,7 +85,7 @@ def initialize(
     Raises:
         ValueError: mesh and plan differ, no parameter of the optimizer is the model's, ...
     """
-    plan = _plan(plan)
+    plan = _plan(model, plan)
     if mesh is None:
         _stay_on_device(model)
     whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
@@ -116,7 +116,29 @@ def initialize(
     return engine
 
 
-def _plan(plan: Plan | Mapping[str, Any] | None) -> Plan:
+def _check_kinds(model: Any, plan: Any) -> None:
+    """See that the first arguments are what they should be.
+
+    Raises:
+        TypeError: they are not; they may have been swapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"initialize(model, optimizer, plan): the model is {_kind(model)}, expected a torch.nn.Module."
+        )
+    if plan is not None and not isinstance(plan, Plan | Mapping):
+        raise TypeError(
+            f"initialize(model, optimizer, plan): the plan is {_kind(plan)}, expected a Plan or a dict of "
+            'its arguments, such as espalier.Plan(data=4) or {"data": 2, "tensor": 2, "zero": 1}.'
+        )
+
+
+def _kind(x: Any) -> str:
+    return repr(x) if isinstance(x, str | int | float) else f"of type {type(x).__name__}"
+
+
+def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None) -> Plan:
+    _check_kinds(model, plan)
     if isinstance(plan, Plan):
         return plan
     if plan is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from espalier.blocks import named_parameters_in
 from espalier.engine.all_stages import of_all_stages, take_all_stages
 from espalier.engine.beside import beside_model, check_beside, held_by
 from espalier.engine.norm import scale_gradients
@@ -100,6 +102,21 @@ def check_plan_of_closures(
         )
 
 
+def _tell_of_replaced(
+    beside: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Warn of parameters that were the model's when the optimizer was made, and are no more."""
+    held = {id(p) for p in held_by(optimizer)}
+    missing = {name: p for name, p in named_parameters_in(model) if p.requires_grad and id(p) not in held}
+    if missing and Counter(p.shape for p in missing.values()) <= Counter(p.shape for p in beside):
+        warnings.warn(
+            f"The optimizer does not hold {', '.join(list(missing)[:4])} of the model, but {len(beside)} "
+            "tensor(s) of such shapes that are none of its: were modules put in, or parameters made anew, "
+            "after the optimizer was made? They would not be trained. Make the optimizer then.",
+            stacklevel=user_frame()[0],
+        )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> None:
     """See that an optimizer can be stepped, and is the model's; it may have others beside (a loss's)."""
     check_closures(optimizer, plan)
@@ -111,6 +128,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
             f"None of the {len(beside)} parameters that the optimizer holds is the model's. Build it on "
             "model.parameters() of the very model given."
         )
+    _tell_of_replaced(beside, optimizer, model)
     check_beside(beside, plan)
     refuse_cut_elsewhere(optimizer, model, beside)
     if plan.pipe > 1:

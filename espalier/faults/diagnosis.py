@@ -22,7 +22,8 @@ _TOGETHER: Final = (
     ".numpy() and a print of a tensor that is cut, state_dict() of a model or an optimizer that is, and "
     ".item() of a number made of rows that ranks share. (A loss is known to all once it has gone back: ask "
     "then. Or let all ranks ask, and one print, or save. To evaluate on one rank, where the plan cuts no "
-    "parameters, call model.module.)"
+    "parameters, call model.module.) Batches of plain tensors are whole ones, equal on all ranks: where "
+    "their sizes differ ranks part ways, too (rows of each rank's own: engine.local_batch)."
 )
 
 
@@ -272,7 +273,11 @@ def _verdict(
 ) -> Verdict:
     first = heard[ranks[0]].sign
     assert first is not None
-    lines = [f"rank {first.rank} of {len(heard)} {what(first)}{first.place}."]
+    said, place = what(first), first.place
+    if "\n" in said or said.endswith("."):  # sentences of an error's own
+        place = f"\nIt was{place.removeprefix(',')}" if place else ""
+        said = said.removesuffix(".") if not place else said
+    lines = [f"rank {first.rank} of {len(heard)} {said}{place}."]
     if len(ranks) > 1:
         lines.append(f"So it is with {named(ranks[1:])}.")
     lines.append(f"Noticed {delay:.1f} s after its last move.")

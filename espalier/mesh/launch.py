@@ -53,6 +53,10 @@ _TAIL_LINES = 30
 # sets have one order in all ranks: programs call modules, and so the ranks one another, in it
 _ONE_ORDER = {"PYTHONHASHSEED": "0"}
 _TRACE = re.compile(r"\[rank\d+\]: ?")
+_FRAME = '  File "'
+_OF_LIBRARY = re.compile(
+    rf"{_FRAME}({re.escape(str(Path(__file__).parent.parent))}|.*/(site|dist)-packages)/"
+)
 
 
 class LaunchError(RuntimeError):
@@ -338,7 +342,7 @@ def _kept(folder: Path, logs: Path | None, also: Sequence[Path]) -> Iterator[Non
 def _not_shown(folder: Path, blamed: int | None) -> list[Path]:
     """What ranks have written, but for what stands in the report, says the same, or that others have gone."""
     rest = []
-    quote = [] if blamed is None else _own_words(folder, blamed)[-_TAIL_LINES:]
+    quote = [] if blamed is None else _tail(_own_words(folder, blamed))
     for path in sorted(path for path in folder.glob("rank*.std*") if path.stat().st_size):
         rank = int(path.stem.removeprefix("rank"))
         # what the first rank wrote before was on the terminal, as it came
@@ -361,6 +365,25 @@ def _own_words(folder: Path, rank: int) -> list[str]:
     path = _stderr(folder, rank)
     text = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
     return [_TRACE.sub("", line) for line in text.splitlines()]
+
+
+def _tail(lines: list[str]) -> list[str]:
+    """The last lines; of more than these without a traceback's frames of libraries, but for the last."""
+    if len(lines) <= _TAIL_LINES:
+        return lines
+    groups: list[list[str]] = []  # a frame is one
+    for line in lines:
+        if line.startswith("    ") and groups and groups[-1][0].startswith(_FRAME):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    following = [*(group[0] for group in groups[1:]), ""]
+    kept = [
+        group
+        for group, after in zip(groups, following, strict=True)
+        if not (_OF_LIBRARY.match(group[0]) and after.startswith(_FRAME))
+    ]
+    return [line for group in kept for line in group][-_TAIL_LINES:]
 
 
 def _clear(folder: Path, kept: Sequence[Path]) -> None:
@@ -401,11 +424,13 @@ def _explain(
         if place is not None:
             lines.append(f"What they wrote on this host: {place}")
         return LaunchError("\n".join(lines), rank, code, place)
-    tail = _own_words(folder, rank)[-_TAIL_LINES:]
+    words = _own_words(folder, rank)
+    tail = _tail(words)
     if rank == 0 and code > 0 and tail and not note_file(folder, 0).exists():
         lines.append("What it wrote to standard error stands above.")
     elif tail:
-        lines.append("The last it wrote to standard error:")
+        of_libraries = "" if set(tail) >= set(words[-len(tail) :]) else ", without frames of libraries"
+        lines.append(f"The last it wrote to standard error{of_libraries}:")
         lines += [f"    {line}" for line in tail]
     else:
         lines.append("It wrote nothing to standard error.")

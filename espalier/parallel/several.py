@@ -101,6 +101,12 @@ def as_one(optimizers: Optimizers) -> torch.optim.Optimizer:
         ValueError: there is none, or a parameter is in two of them.
     """
     is_one = isinstance(optimizers, torch.optim.Optimizer)
+    if not is_one and not isinstance(optimizers, Iterable):
+        given = optimizers.__name__ if isinstance(optimizers, type) else type(optimizers).__name__
+        raise TypeError(
+            f"The optimizer is {given}, expected one that is made, such as "
+            "torch.optim.AdamW(model.parameters()), a list of these, or None to evaluate only."
+        )
     parts: list[torch.optim.Optimizer] = [optimizers] if is_one else list(optimizers)  # type: ignore[list-item, arg-type]
     for part in parts:
         if not isinstance(part, torch.optim.Optimizer):

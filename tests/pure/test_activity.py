@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from espalier.comm import collectives
 from espalier.faults.diagnosis import Heard, Sign, Verdict, judge
 from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog, _Stderr
+from espalier.mesh import Mesh
 
 
 def until(true: Callable[[], bool]) -> bool:
@@ -67,6 +69,28 @@ def test_ranks_that_make_other_calls_are_told_sooner_than_those_that_wait():
     assert judge(heard(1.5, "reduce_scatter of [72] float32"), Faults()) is None
     found = judge(heard(2.5, "reduce_scatter of [72] float32"), Faults())
     assert found is not None and "part ways at their no. 7" in found.text
+
+
+def test_calls_of_trials_on_a_dry_mesh_are_none_of_the_ranks():
+    """Ranks share trials of layouts among them: each tries others."""
+    watch, mesh = Watchdog(Faults()), Mesh.dry({"tensor": 2})
+    mesh.ledgers.append(watch)
+    x = torch.zeros(4, device="meta")
+    collectives.all_reduce(x, mesh, 0)
+    assert not watch._recent and not watch._counts
+
+
+def test_an_error_of_sentences_is_followed_by_one_of_its_own():
+    def told(message: str) -> str:
+        found = judge({0: Heard(Sign(0, "one", 1, step=3, end="failed", message=message), 0.0)}, Faults())
+        assert found is not None
+        return found.text.partition("\nNoticed")[0]
+
+    assert told("ValueError: a bad thing") == "rank 0 of 1 failed: ValueError: a bad thing, at step 3."
+    assert (
+        told("ValueError: Bad. Do this.")
+        == "rank 0 of 1 failed: ValueError: Bad. Do this.\nIt was at step 3."
+    )
 
 
 def test_of_ranks_that_raise_alike_the_one_is_blamed_that_has_met_the_error():

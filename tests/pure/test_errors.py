@@ -6,12 +6,16 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import espalier
 from espalier.comm.control import Absent
 from espalier.engine.norm import SpikeError
+from espalier.engine.update import check_optimizer
 from espalier.mesh.launch import LaunchError
 from espalier.models import ConfigError
 from espalier.parallel.pipeline.record import ValuesError
@@ -54,3 +58,37 @@ def test_all_with_a_constructor_of_their_own_are_here() -> None:
             found |= {x for x in members if inspect.isclass(x) and issubclass(x, Exception)}
     own = {x for x in found if x.__module__.startswith("espalier") and "__init__" in vars(x)}
     assert own <= {type(error) for error in EXAMPLES}
+
+
+def test_a_start_and_a_loss_of_another_kind_are_told_in_words() -> None:
+    """What was given, what was expected, what to do."""
+    net = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    plan = espalier.Plan()
+
+    def refused(kind: type[Exception], words: str, *given: Any) -> None:
+        with pytest.raises(kind, match=words):
+            espalier.initialize(*given)
+
+    refused(TypeError, "the plan is 'fsdp', expected a Plan or a dict", net, sgd, "fsdp")
+    refused(TypeError, "the model is of type SGD, expected a torch.nn.Module", sgd, net, plan)
+    refused(TypeError, "The optimizer is SGD, expected one that is made", net, torch.optim.SGD, plan)
+    both = torch.optim.SGD([*net.parameters(), *nn.Linear(2, 2).parameters()])
+    with pytest.warns(UserWarning, match=r"does not hold 0.weight, 0.bias of the model, but 2 tensor"):
+        check_optimizer(both, nn.Sequential(nn.Linear(2, 2), net), plan)
+    x, y = torch.zeros(4, 2), torch.zeros(4, 2)
+    engine = espalier.initialize(net, sgd, plan)
+    with pytest.raises(TypeError) as caught:
+        engine((x, y))
+    assert "wants initialize(..., loss_fn=...)" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"shape \[4, 2\], expected one number(.|\n)*engine.outputs"):
+        engine(x)
+    loss = engine.outputs(x).mean()
+    for given, kind, words in (
+        (0.5, TypeError, "was given float"),
+        (loss.detach(), ValueError, "no gradient leads from this loss"),
+        (engine.outputs(x), ValueError, "expected one number"),
+    ):
+        with pytest.raises(kind, match=words):
+            engine.backward(given)
+    engine.backward(loss)

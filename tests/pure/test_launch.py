@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import espalier
 from espalier.files import temporary_folder
-from espalier.mesh.launch import LaunchError, _blame, _explain, launch
+from espalier.mesh.launch import LaunchError, _blame, _explain, _tail, launch
 from espalier.mesh.process import finish, start
 
 # What every script of these tests begins with. A rank's process id is noted to see whether it has gone.
@@ -157,6 +158,25 @@ def test_a_rank_that_raises_is_named_and_quoted(script, capfd):
     # Rank 0's own error, that its peer has gone, would be no news.
     assert capfd.readouterr() == ("", "")
     assert gone(path.parent)
+
+
+def test_a_long_traceback_is_quoted_with_the_frames_of_the_program():
+    package = Path(espalier.__file__).parent
+    within = [f'  File "{package}/engine/passes.py", line {i}, in forward' for i in range(40)]
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "mine.py", line 31, in forward',
+        "    x = self.up(x)",
+    ]
+    lines += [line for frame in within for line in (frame, "    return inner()", "           ^^^^^^^")]
+    assert _tail([*lines, "RuntimeError: no"]) == [
+        *lines[:3],
+        within[-1],
+        "    return inner()",
+        "           ^^^^^^^",
+        "RuntimeError: no",
+    ]
+    assert _tail(lines[:12]) == lines[:12]
 
 
 def test_a_rank_that_left_well_is_not_said_to_have_failed(tmp_path):

@@ -589,6 +589,14 @@ def rows(rank: int, world: int) -> None:
         engine.train_step(shared)
         engine.train_step(own)  # nor later on
         made(**plan).train_step((shared[0] * (1 + 1e-14 * rank), shared[1]))  # each has computed it
+        if plan.get("pipe", 1) == 1 and "accumulate" not in plan:  # a loop that calls the model itself
+            engine = made(**plan)
+            laid_out = plan.get("tensor", 1) == 1
+            nn.functional.cross_entropy(engine.module(own[0]), own[1]).backward()
+            with pytest.raises(
+                ValueError, match="different batches" if laid_out else "each rank made by itself"
+            ):
+                engine.optimizer.step()
         if plan.get("data", 1) > 1 and "accumulate" not in plan:
             engine = made(**plan)
             place = engine.mesh.coordinate[engine.mesh.axis("data")]
