@@ -26,6 +26,9 @@ from espalier.cli.tell import (
     tell_verification,
 )
 
+_flag = partial(typer.Option, metavar="")  # it takes no value: none is shown
+
+
 app = typer.Typer(
     help="Train single-device PyTorch models on a mesh of ranks.",
     no_args_is_help=True,
@@ -53,7 +56,7 @@ Rendezvous = Annotated[
     str | None,
     typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, _flag("--debug", help="Show tracebacks.")]
 From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.")]
 To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.")]
@@ -75,7 +78,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     show: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, _flag("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train single-device PyTorch models on a mesh of ranks."""
@@ -94,7 +97,7 @@ def train(
     ranks: Ranks = None,
     port: Port = None,
     debug: Debug = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, _flag("--resume", help="Go on from the newest checkpoint.")] = False,
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     rdzv: Rendezvous = None,
@@ -208,7 +211,7 @@ def plan(
         typer.Option(metavar="KEY=VALUE", help="What is not searched, as --fix tensor=8."),
     ] = None,
     memory: Annotated[float, typer.Option(help="The share of a device's memory that may be taken.")] = 0.92,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave the best ones' dry runs out.")] = False,
+    quick: Annotated[bool, _flag("--quick", help="Leave the best ones' dry runs out.")] = False,
     json_: Json = None,
     html: Page = None,
     trace: Annotated[
@@ -250,7 +253,7 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE.toml", help="The cluster; --cluster here by default."),
     ] = None,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Measure a busy machine, too.")] = False,
+    anyway: Annotated[bool, _flag("--anyway", help="Measure a busy machine, too.")] = False,
     disk: Annotated[
         Path | None,
         typer.Option(
@@ -440,7 +443,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 def watch(
     run: Run,
     port: Annotated[int | None, typer.Option(help="Of this machine; a free one if not given.")] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open a browser on it.")] = False,
+    show: Annotated[bool, _flag("--open", help="Open a browser on it.")] = False,
     debug: Debug = False,
 ) -> None:
     """Show a run's report while it trains, on a page that this machine alone can reach."""
@@ -470,9 +473,9 @@ def compare_runs(
     with one_clear_message(debug):
         from espalier.files import write_file
         from espalier.texts import in_columns
-        from espalier.train.page import compared, page, read_run
+        from espalier.train.page import compared, page, read_runs
 
-        runs = [read_run(a), read_run(b)]
+        runs = read_runs(a, b)
         for line in in_columns(compared(*runs), "<>"):
             say(Console(), line)
         write_file(out, page(runs).encode())
@@ -496,7 +499,7 @@ def init(
     zero: Annotated[int, typer.Option(min=0, max=3, help="Stage of ZeRO.")] = 0,
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="To train.")] = 200,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, _flag("--force", help="Write over a file that is there.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a job file, by flags, or by a few questions where none are given on a terminal."""
@@ -528,7 +531,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(min=1, help="Draw among so many.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, _flag("--chat", help="Ask by the tokenizer's chat template.")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="Its tokenizer.json, or the folder.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -544,7 +547,7 @@ def generate(
 @app.command()
 def migrate(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A program.")],
-    write: Annotated[bool, typer.Option("--write", help="Change the file.")] = False,
+    write: Annotated[bool, _flag("--write", help="Change the file.")] = False,
     debug: Debug = False,
 ) -> None:
     """Say how a program for DeepSpeed, Colossal-AI, torch's wrappers, transformers or accelerate runs here.
@@ -573,9 +576,7 @@ def migrate(
 @app.command()
 def checkpoint(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read all and compare with the checksums.")
-    ] = False,
+    verify: Annotated[bool, _flag("--verify", help="Read all and compare with the checksums.")] = False,
     debug: Debug = False,
 ) -> None:
     """Tell what checkpoints there are: step, plan, size, and whether they are whole.
@@ -593,7 +594,7 @@ def checkpoint(
 
 @app.command()
 def doctor(
-    fix: Annotated[bool, typer.Option("--fix", help="Do what can be done, and look again.")] = False,
+    fix: Annotated[bool, _flag("--fix", help="Do what can be done, and look again.")] = False,
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what will be used, and what is wrong, with a remedy for each.
@@ -639,7 +640,7 @@ def import_(
     tree: Tree = None,
     like: Like = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="The optimizer's states and options too, for engine.load.")
+        bool, _flag("--optimizer", help="The optimizer's states and options too, for engine.load.")
     ] = False,
     debug: Debug = False,
 ) -> None:

@@ -27,10 +27,11 @@ def tell_summary(console: Console, summary: Summary) -> None:
 
     if summary.sample is not None:
         console.print(Panel(Text(summary.sample), title="a sample of what it writes", expand=False))
-    ranks = "rank" if summary.ranks == 1 else "ranks"
+    steps, ranks = (
+        f"{n} {one}{'' if n == 1 else 's'}" for n, one in ((summary.steps, "step"), (summary.ranks, "rank"))
+    )
     rows = {
-        "trained": f"{summary.parameters:,} parameters, {summary.steps} steps, "
-        f"{readable_time(summary.seconds)} on {summary.ranks} {ranks}",
+        "trained": f"{summary.parameters:,} parameters, {steps}, {readable_time(summary.seconds)} on {ranks}",
         "final loss": f"{summary.loss:.4f} nats, validation {summary.val_loss:.4f}",
     }
     if summary.entropy is not None:

@@ -53,6 +53,14 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {**run, "folder": str(folder), "records": _thinned(records), "events": events}
 
 
+def read_runs(*folders: Path) -> list[dict[str, Any]]:
+    """Several runs, each under a name of its own: with its folder where jobs have the same name."""
+    runs = [read_run(folder) for folder in folders]
+    if len({run["name"] for run in runs}) < len(runs):
+        runs = [{**run, "name": f"{run['name']}, {run['folder']}"} for run in runs]
+    return runs
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file; a line that is not whole yet is left out."""
     if not path.is_file():

@@ -22,7 +22,7 @@ from espalier.train.building import step_flops
 from espalier.train.facts import published
 from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
-from espalier.train.page import PAGE, compared, page, read_run, to_toml
+from espalier.train.page import PAGE, compared, page, read_run, read_runs, to_toml, write_page
 from espalier.train.runlog import RunLog, note
 from espalier.train.trackers import Event
 from espalier.train.watch import Server
@@ -122,16 +122,32 @@ def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path
         browser.implicitly_wait(10)
         assert browser.find_element("css selector", "#loss .chart[aria-valuetext^='step 44']")
         browser.implicitly_wait(0)
-    other = write_run(tmp_path / "other", name="theirs", lr=2e-3)
+    theirs = "theirs" + "-and-more" * 12
+    other = write_run(tmp_path / "other", name=theirs, lr=2e-3)
     out = tmp_path / "both.html"
     result = CliRunner().invoke(app, ["compare-runs", str(folder), str(other), "--out", str(out)])
     assert result.exit_code == 0 and re.search(r"train\.lr +0\.001 +0\.002", result.stdout)
     opened(browser, out)
     assert {g.get_attribute("data-series") for g in all_of(browser, "#loss g[data-series]")} >= {
         "mine",
-        "theirs",
+        theirs,
     }
+    assert len(all_of(browser, "#loss text.label")[-1].text) < 40 < len(theirs), "it leaves room for curves"
     assert violations(browser) == []
+    (run := json.loads((other / "run.json").read_text()))["status"] = "failed"
+    (other / "run.json").write_text(json.dumps(run))
+    note(other, "failed", "the loss is nan", 40)
+    opened(browser, write_page(other))
+    assert "the loss is nan" in all_of(browser, "header")[0].text
+
+
+def test_runs_of_one_job_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in ("first", "second")]
+    assert [run["name"] for run in read_runs(*folders)] == [f"mine, {folder}" for folder in folders]
+    assert [run["name"] for run in read_runs(folders[0], write_run(tmp_path / "a", name="b"))] == [
+        "mine",
+        "b",
+    ]
 
 
 def test_runs_on_images_tell_images_a_second(browser: Any, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@
   function short(n) {
     const size = Math.abs(n);
     if (!size) return "0";
+    if (size >= 1e15) return minus(n.toExponential(1));
     if (size >= 1e12) return `${+(n / 1e12).toPrecision(3)}T`;
     if (size >= 1e9) return `${+(n / 1e9).toPrecision(3)}G`;
     if (size >= 1e6) return `${+(n / 1e6).toPrecision(3)}M`;
@@ -52,6 +53,10 @@
     const all = Math.round(seconds), two = n => String(n).padStart(2, "0");
     const hours = Math.floor(all / 3600), minutes = Math.floor(all / 60) % 60;
     return hours ? `${hours}:${two(minutes)}:${two(all % 60)}` : `${minutes}:${two(all % 60)}`;
+  }
+  function shortened(text, most) {  // names of runs differ at their ends, as often as not
+    const head = Math.ceil((most - 1) / 2);
+    return text.length > most ? `${text.slice(0, head)}…${text.slice(head + 1 - most)}` : text;
   }
   const count = (n, one, many) => `${grouped(n)} ${n === 1 ? one : many || one + "s"}`;
   const when = text => text ? text.replace("T", " ").replace("+00:00", " UTC") : "";
@@ -79,8 +84,8 @@
 
   // ---- charts
 
-  function ticks(low, high, most) {
-    const step0 = (high - low) / most, power = 10 ** Math.floor(Math.log10(step0));
+  function ticks(low, high, most, least = 0) {
+    const step0 = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(step0));
     const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(x => x >= step0 * 0.999);
     const found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
@@ -125,7 +130,8 @@
       const f = logs ? Math.log : y => y, pad = (f(high) - f(low)) * 0.06;
       const bottom = this.fromZero ? 0 : f(low) - pad, top = f(high) + pad;
       const labels = data.series.filter(x => x.label !== false && x.points.length);
-      const room = labels.length ? Math.max(...labels.map(x => x.name.length)) * 7 + 14 : 12;
+      const most = Math.max(9, Math.floor(width * 0.25 / 7)), label = x => shortened(x.name, most);
+      const room = labels.length ? Math.max(...labels.map(x => label(x).length)) * 7 + 14 : 12;
       const yTicks = logs ? logTicks(low, high) : ticks(this.fromZero ? 0 : low, high, height > 220 ? 6 : 4);
       const left = 14 + 7 * Math.max(1, ...yTicks.map(t => this.tick(t).length)), right = width - room;
       const x0 = Math.min(...all.map(p => p[0])), x1 = Math.max(...all.map(p => p[0]));
@@ -139,7 +145,7 @@
         s("text", { x: left - 8, y: Y(t) + 4, "text-anchor": "end" }, this.tick(t))]);
       const floor = height - 26;
       add(svg, s("line", { class: "axis", x1: left, x2: right, y1: floor, y2: floor }));
-      const xTicks = ticks(begin, end, Math.max(2, Math.min(8, (right - left) / 90)));
+      const xTicks = ticks(begin, end, Math.max(2, Math.min(8, (right - left) / 90)), view.x === "step" ? 1 : 0);
       for (const t of xTicks) add(svg, s("text", { x: X(t), y: height - 8, "text-anchor": "middle" }, short(t)));
       const unit = view.x === "step" ? "step" : "min";
       if (X(xTicks[xTicks.length - 1]) < right - 46 || room > 56)
@@ -159,7 +165,7 @@
           for (const p of one.points) add(g, s("circle", { class: "fill", cx: X(p[0]), cy: Y(p[1]), r: 3.2 }));
         add(svg, g);
       }
-      this.names(svg, labels, right, Y);
+      this.names(svg, labels, right, Y, label);
       this.cursor = s("g", { class: "at" });
       add(svg, this.cursor);
       add(this.node, svg);
@@ -167,13 +173,13 @@
       this.node.setAttribute("aria-valuemax", Math.max(0, xs.length - 1));
       this.point(view.at);
     }
-    names(svg, labels, right, Y) {  // at the lines' ends, pushed apart where they meet
+    names(svg, labels, right, Y, label) {  // at the lines' ends, pushed apart where they meet
       const ends = labels.map(x => ({ x, y: Y(x.points[x.points.length - 1][1]) })).sort((a, b) => a.y - b.y);
       for (let i = 1; i < ends.length; i++) ends[i].y = Math.max(ends[i].y, ends[i - 1].y + 15);
       const over = ends.length ? ends[ends.length - 1].y - (this.height - 30) : 0;
       for (const end of ends) if (over > 0) end.y -= over;
       for (const { x, y } of ends)
-        add(svg, s("text", { class: `label c${x.c}`, x: right + 9, y: y + 4 }, x.name));
+        add(svg, s("text", { class: `label c${x.c}`, x: right + 9, y: y + 4 }, s("title", {}, x.name), label(x)));
     }
     point(at) {
       if (!this.data || !this.cursor) return;
@@ -287,11 +293,13 @@
       node.replaceChildren(h("p", { class: "brand" }, "espalier, two runs"), h("h1", {}, runs.map(r => r.name).join(" and ")), tools);
       return;
     }
+    const folder = (run.folder || "").replace(/[/\\]+$/, "").split(/[/\\]/).pop();
     const what = [run.model, run.parameters && `${grouped(run.parameters)} parameters`, run.optimizer,
-      run.plan && `${axesOf(run)} (${count(run.plan.ranks, "rank")})`, run.began && `began ${when(run.began)}`].filter(Boolean);
+      run.plan && `${axesOf(run)} (${count(run.plan.ranks, "rank")})`, folder !== run.name && folder, run.began && `began ${when(run.began)}`].filter(Boolean);
     const share = now && run.steps ? Math.min(100, now.step / run.steps * 100) : 100;
+    const end = run.status === "failed" ? run.events.filter(e => e.kind === "failed").pop() : null;
     node.replaceChildren(h("p", { class: "brand" }, "espalier"), h("div", { class: "top" }, h("h1", {}, run.name), statusOf(run)),
-      h("p", { class: "what" }, what.join(" · ")),
+      h("p", { class: "what" }, what.join(" · ")), ...(end ? [h("p", { class: "why" }, end.text)] : []),
       h("div", { class: "progress", role: "progressbar", "aria-label": "steps done", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share) },
         h("div", { style: `width: ${share}%` })), tools);
     if (live && now) document.title = `${Math.round(share)}% · ${run.name} · espalier`;
