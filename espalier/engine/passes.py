@@ -732,11 +732,11 @@ class Direct(Passes):
         of_step = self.accumulation
         if self.data is None:
             raise ValueError("There is no loss to go back from: call loss = engine(batch) first.")
-        check_loss(loss)
         if of_step is not None:
             of_step.check()
             if not self._is_within:
                 self.check_kept(of_step)
+        check_loss(loss)
         telling = Telling((loss,))
         with self.watch or nullcontext(), self.call.casts or nullcontext(), self._hooks.open():
             if self._tells:
