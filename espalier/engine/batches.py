@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -464,6 +464,7 @@ class GivenBatches:
         self._sum: torch.Tensor | float = 0.0
         self._weight = 0
         self._is_own = False
+        self._compared = False
         self._undo: Callable[[], object] = lambda: None
 
     def note(self, batch: Any, own: bool = False) -> None:
@@ -491,6 +492,22 @@ class GivenBatches:
                 given.note([args, named])
 
         self._undo = module.register_forward_pre_hook(look, with_kwargs=True).remove
+
+    def compare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See, once, that ranks have the same gradients, of calls that the engine knows nothing of.
+
+        Raises:
+            ValueError: on all ranks, if they have not.
+        """
+        if self._compared or not self.is_open or self._mesh.is_dry:
+            return
+        with raw():
+            marks = [_mark(p.grad) * i for i, p in enumerate(parameters, 1) if p.grad is not None]
+            mark = float(sum(marks)) / len(marks) ** 2 if marks else 0.0
+        (lowest, *_, highest) = sorted(numbers_of_all([round(mark / _APART)], self._mesh))
+        if highest[0] - lowest[0] > 1:
+            raise ValueError(_ALONE)
+        self._compared = True
 
     def shares(self) -> list[torch.Tensor]:
         """What this rank gives to the sums; nothing once they were compared."""
@@ -552,6 +569,13 @@ _DIFFERENT = (
     "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step; or train what "
     'espalier.prepare(model, optimizer, rows="own") gives. Else give all ranks the same batch: one order, '
     "one seed."
+)
+
+_ALONE = (
+    "optimizer.step(): the ranks have different gradients. The model, which is laid out at the first batch "
+    "that the engine is given, is not yet: these are of calls of the model itself, which each rank made "
+    "whole, on a batch of its own. Give all ranks the same, or train by engine(batch), by "
+    'engine.outputs(inputs), or what espalier.prepare(model, optimizer, rows="own") gives.'
 )
 
 _OF_ONE_BATCH = (

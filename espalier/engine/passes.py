@@ -450,18 +450,12 @@ class Passes(ABC):
         """Whether a step that the program has asked an optimizer for is the engine's.
 
         Raises:
-            ValueError: it would be a rank's own, of calls that the engine knows nothing of.
+            ValueError: the model is not laid out, and ranks have gradients of their own.
         """
         if self.may_step:
             return True
-        alone = self.data is None and self.mesh.size() > 1 and not self.mesh.is_dry
-        if alone and any(p.grad is not None for p in parameters_in(self.call.module)):
-            raise ValueError(
-                f"optimizer.step(): {self.plan} lays the model out at the first batch that the engine is "
-                "given, and there was none: these gradients are of calls of the model itself, which each "
-                "rank made by itself. Call engine(batch) or engine.outputs(inputs) in its place, or what "
-                "espalier.prepare(model, optimizer, plan=...) gives; or initialize(..., example=batch)."
-            )
+        if self.data is None:
+            self.first_batches.compare(parameters_in(self.call.module))
         return False
 
     @property

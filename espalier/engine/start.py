@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -126,11 +127,27 @@ def _check_kinds(model: Any, plan: Any) -> None:
         raise TypeError(
             f"initialize(model, optimizer, plan): the model is {_kind(model)}, expected a torch.nn.Module."
         )
+    if (what := _by_torch(model)) is not None:
+        raise ValueError(
+            f"initialize(model, optimizer, plan): {what} has laid the model out already. Give the plain "
+            "model: what it does is Plan(zero=3), or tensor=...; or import it from espalier.compat.torch, "
+            "which makes an engine of it (docs/torch-wrappers.md)."
+        )
     if plan is not None and not isinstance(plan, Plan | Mapping):
         raise TypeError(
             f"initialize(model, optimizer, plan): the plan is {_kind(plan)}, expected a Plan or a dict of "
             'its arguments, such as espalier.Plan(data=4) or {"data": 2, "tensor": 2, "zero": 1}.'
         )
+
+
+def _by_torch(model: nn.Module) -> str | None:
+    """What of torch has cut a model's parameters, if anything has."""
+    fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        return "torch's FullyShardedDataParallel"
+    if tensors is not None and any(issubclass(type(p), tensors.DTensor) for p in parameters_in(model)):
+        return "torch's fully_shard, parallelize_module or distribute_tensor"
+    return None
 
 
 def _kind(x: Any) -> str:
