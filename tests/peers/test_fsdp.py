@@ -137,3 +137,14 @@ def onward(rank: int, world: int, folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp1 flat", "fsdp1 named", "fsdp2"])
 def test_training_goes_on(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks(2, onward, str(tmp_path), kind)
+
+
+def cut_by_torch(rank: int, world: int) -> None:
+    """It ended in a crash, or in an error from within."""
+    for kind in ("fsdp1 flat", "fsdp2"):
+        with pytest.raises(ValueError, match=r"torch's \w+(.|\n)*Give the plain model"):
+            espalier.initialize(*net(kind, 1), {"data": world}, loss_fn=loss_of)
+
+
+def test_a_model_that_torch_has_cut_is_refused_in_words(ranks: Any) -> None:
+    ranks(2, cut_by_torch)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
@@ -608,18 +606,6 @@ def rows(rank: int, world: int) -> None:
 
 def test_own_rows_taken_for_the_global_batch_are_told_of(ranks: Any) -> None:
     ranks(4, rows)
-
-
-def cut_by_torch(rank: int, world: int) -> None:
-    """What comes from FSDP2 is told of; it ended in a crash."""
-    net = nn.Linear(4, 4)
-    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
-    with pytest.raises(ValueError, match="torch's fully_shard(.|\n)*Give the plain model"):
-        espalier.initialize(net, None, {"data": world})
-
-
-def test_a_model_that_torch_has_cut_is_refused_in_words(ranks: Any) -> None:
-    ranks(2, cut_by_torch)
 
 
 def compiled(rank: int, world: int) -> None:
