@@ -66,7 +66,7 @@ class RunLog:
         entropy: a loss to draw as a line, nats.
         job: what the run was asked to do, as the text of its file.
         every: steps between two records, in :meth:`step`.
-        track: ``"tensorboard"``, ``"wandb"``, or several, as in a job's ``train.track``.
+        track: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or several, as in a job's ``train.track``.
         callbacks: told beside.
         after: go on after that step: what is recorded of later ones goes.
 

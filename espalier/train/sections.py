@@ -12,7 +12,7 @@ from espalier.texts import Count, MistakeError, Positive, Settings
 
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Track = Literal["tensorboard", "wandb"]
+Track = Literal["tensorboard", "wandb", "mlflow"]
 
 
 def as_list(value: Any) -> Any:
@@ -219,7 +219,7 @@ class TrainSection(Settings):
         dtype: of parameters and computation.
         compile: whether the model's blocks are compiled, by inductor (espalier.initialize(compile=True)).
         out: folder for the results; "runs/<name of the job>" when left out.
-        track: "tensorboard", "wandb", or a list of both: they are told how it goes, too.
+        track: "tensorboard", "wandb", "mlflow", or a list of them: they are told how it goes, too.
         sample_tokens: tokens of text to write at the end; 0 for none.
         prompt: start of that text.
         temperature: of that text; 0 takes the likeliest token.

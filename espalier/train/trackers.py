@@ -1,9 +1,9 @@
-"""What else is told how a run goes: TensorBoard and Weights & Biases, by a word in the job file."""
+"""What else is told how a run goes: TensorBoard, Weights & Biases and MLflow, by a word in the job file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class Callback(Protocol):
 
 # ---- trackers
 
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 """The words."""
 
 
@@ -89,7 +89,10 @@ def trackers(track: str | Iterable[str]) -> list[Callback]:
         if word not in TRACKERS:
             hint = did_you_mean(word, TRACKERS, f"expected one of {', '.join(TRACKERS)}")
             raise ValueError(f"track = {word!r}: there is no such tracker; {hint}")
-        callbacks.append(TensorBoard() if word == "tensorboard" else WeightsAndBiases())
+        kinds: dict[str, Callable[[], Callback]] = {
+            "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow,
+        }  # fmt: skip
+        callbacks.append(kinds[word]())
     return callbacks
 
 
@@ -194,3 +197,55 @@ class WeightsAndBiases:
         """Close the run."""
         if self._run is not None:
             self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class MLflow:
+    """Writes to the server that ``MLFLOW_TRACKING_URI`` names, or to ``mlflow.db`` in the run's folder.
+
+    ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`` shows the latter. The experiment is that of
+    ``MLFLOW_EXPERIMENT_NAME``, or ``espalier``. A run that goes on after a restart goes on there, too.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from mlflow import MlflowClient
+        except ImportError:
+            raise _missing("mlflow", "mlflow") from None
+        self._kind: Any = MlflowClient
+        self._client: Any = None
+        self._run = ""
+
+    def begin(self, run: Run) -> None:
+        """Open the run, on the first rank."""
+        if not run.first:
+            return
+        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        self._client = self._kind(tracking_uri=where)
+        noted = run.folder / "mlflow-run"
+        if run.records and noted.exists():
+            self._run = noted.read_text("utf-8")
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "espalier")
+        known = self._client.get_experiment_by_name(name)
+        number = self._client.create_experiment(name) if known is None else known.experiment_id
+        self._run = self._client.create_run(number, run_name=run.name).info.run_id
+        noted.write_text(self._run, "utf-8")
+        for key, value in run.engine.plan.model_dump(mode="json").items():
+            self._client.log_param(self._run, f"plan.{key}", value)
+
+    def record(self, record: Record) -> None:
+        """Write the numbers."""
+        if self._client is not None:
+            for name, value in scalars(record):
+                self._client.log_metric(self._run, name, value, step=record.step)
+
+    def event(self, event: Event) -> None:
+        """Write the words."""
+        if self._client is not None:
+            self._client.set_tag(self._run, f"{event.kind} at step {event.step}", event.text)
+
+    def end(self, status: str) -> None:
+        """Close the run."""
+        if self._client is not None:
+            self._client.set_terminated(self._run, "FINISHED" if status == "finished" else "FAILED")

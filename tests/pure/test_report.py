@@ -24,7 +24,7 @@ from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
 from espalier.train.page import PAGE, compared, page, read_run, read_runs, to_toml, write_page
 from espalier.train.runlog import RunLog, note
-from espalier.train.trackers import Event
+from espalier.train.trackers import TRACKERS, Event
 from espalier.train.watch import Server
 from tests.pure.browsing import all_of, opened, violations
 
@@ -229,13 +229,13 @@ class Heard:
 
 
 def test_a_loop_of_ones_own_leaves_a_report(tmp_path: Path) -> None:
-    """With TensorBoard and Weights & Biases told too, where they are installed; one that fails says so."""
+    """With the trackers told too that are installed; one that fails says so."""
     model, heard = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), Heard()
     engine = espalier.initialize(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), Plan(), loss_fn=nn.functional.mse_loss
     )
     track = []
-    for word in ("tensorboard", "wandb"):
+    for word in TRACKERS:
         try:
             __import__(word)
             track.append(word)
@@ -260,6 +260,7 @@ def test_a_loop_of_ones_own_leaves_a_report(tmp_path: Path) -> None:
     for word, pattern in {
         "tensorboard": "tensorboard/events*",
         "wandb": "wandb/offline-run-*/*.wandb",
+        "mlflow": "mlflow.db",
     }.items():
         assert (word in track) == bool(list(folder.glob(pattern)))
 
