@@ -44,6 +44,8 @@ from espalier.torch_private import (
     function_mode_stack,
     memory_id,
     open_transform,
+    own_buffers,
+    own_modules,
     own_parameters,
     passed_over,
     raw,
@@ -271,10 +273,12 @@ class _Written:
     def __init__(self, contexts: Callable[..., Any]) -> None:
         self._contexts = contexts
         self._names: dict[tuple[bool, ...], set[str]] = {}
+        self._types: list[type] = []
+        self._known: set[str] = set()
         self._modules: list[nn.Module] = []
         self._places: list[tuple[str, dict[str, Any], str]] = []
         self._slots: list[tuple[dict[str, Any], str]] = []
-        self._sizes: list[int] = []
+        self._shape: list[int] = []
 
     def contexts(self, *blocks: nn.Module) -> tuple[Any, Any]:
         """Around the first computation of blocks and the later ones, in ``torch.utils.checkpoint``'s sense.
@@ -284,12 +288,8 @@ class _Written:
         first, again = self._contexts()
         if recording():
             return first, again
-        if not self._modules:
-            self._modules = [*dict.fromkeys(m for block in blocks for m in reached(block))]
-            self._places = places(self._modules)
-        sizes = [n for m in self._modules for n in (len(vars(m)), len(own_parameters(m)))]
-        if sizes != self._sizes:
-            self._slots, self._sizes = slots(self._modules), sizes
+        if self._shape != self._shape_of(blocks):
+            self._look_at(blocks)
         modes = tuple(m.training for m in self._modules)
         found = {name: holder.get(key) for name, holder, key in self._places}
         tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
@@ -305,6 +305,23 @@ class _Written:
 
         around = _Around(first, at_end=settle)
         return around, _Around(_Once(again, around), before)
+
+    def _look_at(self, blocks: Sequence[nn.Module]) -> None:
+        """Find what is in these blocks: others (a copy's) have other tensors, and modules come and go."""
+        self._modules = [*dict.fromkeys(m for block in blocks for m in reached(block))]
+        self._places, self._slots = places(self._modules), slots(self._modules)
+        types, known = [type(m) for m in self._modules], {name for name, *_ in self._places}
+        if types != self._types or not known <= self._known:  # what is written to of these is not known
+            self._types, self._known, self._names = types, known, {}
+        self._shape = self._shape_of(blocks)
+
+    def _shape_of(self, blocks: Sequence[nn.Module]) -> list[int]:
+        """What tells other blocks, and other modules or tensors in them, from those that were looked at."""
+        shape = [*map(id, blocks)]
+        for m in self._modules:
+            shape += map(len, (vars(m), own_parameters(m), own_buffers(m)))
+            shape += map(id, own_modules(m).values())
+        return shape
 
 
 class _Around:

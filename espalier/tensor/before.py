@@ -49,8 +49,9 @@ class Before:
         self._inner = _put_back(inner)
         self._hooks = [(hooks, frozenset(hooks)) for m in modules for hooks in forward_hooks(m)]
         self._generators: Generators | None = Generators()
-        # a parameter off the device is gathered within the block; who writes to it has that kept by its owner
-        tensors = {name: x for name, x in tensors.items() if not _is_elsewhere(x)}
+        # a parameter off the device is gathered within the block; who writes to it has it kept by its owner.
+        # To what was made in inference mode nothing is written any more
+        tensors = {name: x for name, x in tensors.items() if not (_is_elsewhere(x) or x.is_inference())}
         self._tensors, self._known = tensors, written
         self._late: dict[str, torch.Tensor] = {}
         if written is None:
