@@ -204,8 +204,10 @@ def _refuse_replaced_steps(optimizer: torch.optim.Optimizer, plan: Plan) -> None
 
 
 @contextmanager
-def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor]) -> Iterator[None]:
+def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor], data: ZeroState) -> Iterator[None]:
     """Inside, parameters that the engine does not know (copies of its own) have whole gradients."""
+    for state in owners:
+        state.set_apart(came_later)
     before = [(p, p._layout, p.grad) for p in came_later]
     for p, layout, grad in before:
         p._layout = layout.undeferred
@@ -228,22 +230,24 @@ def update(
     factor: torch.Tensor | float | None = None,
     runs: FlatParams | None = None,
     own: Set[int] | None = None,
+    owners: Sequence[ZeroState] = (),
 ) -> None:
     """``optimizer.step()``, of gradients times ``factor``; its states lie as their parameters do.
 
     Args:
         runs: joins parameters that lie one after the other.
         own: the ``id`` of each parameter whose gradients are finished; by default all are.
+        owners: whose these are.
     """
     if isinstance(optimizer, Several):
-        optimizer.step_by(partial(update, factor=factor, runs=runs, own=own))
+        optimizer.step_by(partial(update, factor=factor, runs=runs, own=own, owners=owners))
         return
     held = held_by(optimizer)
     parameters = [p for p in held if type(p) is DTensor]
     if own is not None:
         came_later = [p for p in parameters if id(p) not in own and p._layout.mesh.is_member]
         if came_later:
-            with _finished(optimizer, came_later):
+            with _finished(optimizer, came_later, owners):
                 update(optimizer, factor, runs)
             return
     if optimizer.__dict__.pop("_has_others_states", False) or has_strays(optimizer, parameters):
@@ -309,7 +313,7 @@ def update_model(
     hooked = _has_hooks(optimizer)
     own = data.own.union(*(state.own for state in others)) if others else data.own
     step: Callable[[torch.optim.Optimizer], None] = partial(
-        update, factor=None if hooked else factor, runs=runs, own=own
+        update, factor=None if hooked else factor, runs=runs, own=own, owners=(data, *others)
     )
     for state in others:
         step = partial(state.update, step=step, keep=keep, states=whole.state)

@@ -28,6 +28,7 @@ from espalier.tensor import plain, stamp
 from espalier.torch_private import (
     foreach_copy_,
     foreach_zero_,
+    memory_id,
     method,
     own_parameters,
     parameters_within,
@@ -533,6 +534,11 @@ class Chunk:
                 pieces = [m.piece(whole) for m, whole in zip(self.members, wholes, strict=True)]
                 self._views = where, Views(wholes, pieces, self.in_wholes(wholes))
             return self._views[1]
+
+    @property
+    def memories(self) -> list[int]:
+        """Where the members lie that :meth:`views` has seen."""
+        return [] if self._views is None else [memory_id(x) for x in self._views[1].wholes]
 
     def in_wholes(self, wholes: Sequence[torch.Tensor], but: int | None = None) -> list[list[torch.Tensor]]:
         """Where ``unpack`` is to put each member, in tensors that are whole along the axis."""

@@ -27,6 +27,7 @@ from espalier.parallel.data.chunks import (
     by_unit,
     copy_smallest,
     set_gradient,
+    show,
     shown,
 )
 from espalier.parallel.data.exchange import Exchange
@@ -51,6 +52,7 @@ from espalier.torch_private import (
     as_in_backward,
     getter,
     gradient_hooks,
+    memory_id,
     method,
     raw,
     setter,
@@ -578,6 +580,17 @@ class ZeroState:
                     visit(chunk)
             if self.offloaded_step is not None:
                 self.offloaded_step.each(states, visit)
+
+    def set_apart(self, later: Sequence[torch.Tensor]) -> None:
+        """Let parameters that a program has made of the memory of others have memory of their own.
+
+        ``weight_norm`` does so with a weight. That of chunks is given what the ranks have updated of these.
+        """
+        with raw(), torch.no_grad():
+            held = {memory for chunk in self.chunks for memory in chunk.memories}
+            for p in later:
+                if memory_id(p) in held:
+                    show(p, plain(p.data).clone(), p._layout)  # type: ignore[attr-defined]
 
     @contextmanager
     def _turn(self, chunk: Chunk, on_host: bool) -> Iterator[None]:
