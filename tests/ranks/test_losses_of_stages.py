@@ -464,6 +464,16 @@ def told(rank: int, world: int) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(ValueError, match=r"0.weight(.|\n)*lazy(.|\n)*on a batch once"):
         espalier.initialize(lazy, None, {"data": 2})
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    memory = torch.randn(4, 16)
+    net[2].weight.data = memory[:, :8].t()
+    net[1].weight.data = memory[:, 8:12]  # beside it
+    espalier.initialize(copy.deepcopy(net), None, {"data": 2})
+    net[1].weight.data = memory[:, 7:11]
+    with pytest.raises(
+        ValueError, match=r"1.weight and 2.weight of(.|\n)*share memory(.|\n)*b.weight = a.weight"
+    ):
+        espalier.initialize(net, None, {"data": 2})
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model_of(net)
     F.cross_entropy(model(x), y).backward()
