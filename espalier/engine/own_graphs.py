@@ -12,7 +12,9 @@ from typing import NoReturn
 
 import torch
 
+from espalier.comm.control import agree, numbers_of_all
 from espalier.engine.seen import SeenGradients
+from espalier.mesh import Mesh
 from espalier.torch_private import raw
 from espalier.trees import nodes_from
 
@@ -22,6 +24,29 @@ def beside(roots: Sequence[torch.Tensor], go: Callable[[], None]) -> None:
     for seen in _engines_of(roots):
         go = partial(seen.of_others, go)
     go()
+
+
+def tried(go: Callable[[], None]) -> Exception | None:
+    """Make such a pass; gives the error that it has met: maybe on the ranks of one stage alone."""
+    try:
+        go()
+    except Exception as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note(
+                "In a pipeline the model runs when its loss goes back: a penalty on a parameter that the "
+                "forward itself writes to is made before that. Let the forward give such a penalty, or leave "
+                "that parameter out of it."
+            )
+        return error
+    return None
+
+
+def any_tells(tells: bool, error: Exception | None, mesh: Mesh) -> bool:
+    """Whether any rank has something to tell; an error that one has met all raise."""
+    said = numbers_of_all([int(tells), int(error is not None)], mesh)
+    if any(failed for _, failed in said):
+        agree(error, mesh, range(mesh.ndim))
+    return any(told for told, _ in said)
 
 
 def _engines_of(roots: Iterable[torch.Tensor]) -> list[SeenGradients]:

@@ -30,7 +30,7 @@ from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
-from espalier.engine.own_graphs import beside, come_unannounced
+from espalier.engine.own_graphs import any_tells, beside, come_unannounced, tried
 from espalier.engine.passes import (
     Backward,
     Direct,
@@ -83,7 +83,7 @@ class Staged(Passes):
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
         self.to_run: list[ModelRun] = []
         self.draws: bool | None = None
-        self.keeps_outputs: bool | None = None  # of training passes, see ModelRun; None: of the first
+        self.keeps_outputs = False  # of training passes behind the first step, see ModelRun
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
         self.observers = Observers(self.call.module, self.mesh)
@@ -533,7 +533,7 @@ class Staged(Passes):
         gradients.begin(True)
         try:
             with having(self, _later=later):
-                go()
+                error = tried(go)
         finally:
             if gradients.is_idle:
                 gradients.stop()
@@ -544,7 +544,7 @@ class Staged(Passes):
             self.waiting.hand()
             self.add_gradients(earlier)
         self.has_gradients = self._is_finished = self._is_known = self.evaluation.closed = True
-        self._tell_of_gradients()
+        self._tell_of_gradients(error)
         self.seen.note()
         self.call_waiting()
         for through_stages in later:
@@ -566,9 +566,9 @@ class Staged(Passes):
                 elif not layout_of(p).mesh.is_member:
                     _set_grad(p, None)
 
-    def _tell_of_gradients(self) -> None:
-        """Let all ranks know which gradients stages have."""
-        if self._board is not None and any_says(self._tells_of_gradients(), self.mesh):
+    def _tell_of_gradients(self, error: Exception | None = None) -> None:
+        """Let all ranks know which gradients stages have; or raise on all what one has met."""
+        if self._board is not None and any_tells(self._tells_of_gradients(), error, self.mesh):
             self._board.turn()
 
     @property

@@ -66,7 +66,7 @@ class StagedPasses(Protocol):
     plan: Plan
     loss: torch.Tensor | None
     updates: int
-    keeps_outputs: bool | None
+    keeps_outputs: bool
     output_shapes: dict[Hashable, Any]
     row_dims: dict[Hashable, list[int | None]]
     known_losses: dict[Hashable, bool]
@@ -690,7 +690,7 @@ class ModelRun:
             kept.append(mapped(_on_host, opened(output)))
             return loss(output, more)
 
-        keeps = passes.keeps_outputs is not False
+        keeps = passes.keeps_outputs or not passes.updates
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         passes.beside = leaves_beside
         try:
@@ -705,7 +705,7 @@ class ModelRun:
             call.loss_fn, passes.beside = before, ()
         share_gradients(leaves_beside, passes.mesh["pipe"], mean=False)
         if keeps:
-            self._kept, passes.keeps_outputs = kept, bool(passes.keeps_outputs)
+            self._kept = kept
         passes.add_gradients(earlier)
         if not self._is_aside:
             passes.call_waiting()

@@ -204,7 +204,9 @@ def _refuse_replaced_steps(optimizer: torch.optim.Optimizer, plan: Plan) -> None
 
 
 @contextmanager
-def _finished(optimizer: torch.optim.Optimizer, came_later: list[DTensor], data: ZeroState) -> Iterator[None]:
+def _finished(
+    optimizer: torch.optim.Optimizer, came_later: list[DTensor], owners: Sequence[ZeroState]
+) -> Iterator[None]:
     """Inside, parameters that the engine does not know (copies of its own) have whole gradients."""
     for state in owners:
         state.set_apart(came_later)

@@ -281,7 +281,41 @@ def of_another(states: Any) -> Any:
     return {**states, "state": {i: {"momentum_buffer": None} for i in others}}
 
 
+class Shrinking(nn.Linear):
+    """Writes to its own weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def failed(rank: int, world: int) -> None:
+    """What fails on the ranks of one stage is an error on all."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Shrinking(6, 6)).double()
+    model = espalier.prepare(net, plan={"pipe": 2, "data": 2})
+    loss = loss_of(model, 0) + 0.1 * net[2].weight.square().sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace") as met:
+        loss.backward()
+    assert "Let the forward give such a penalty" in str(met.value.__notes__)
+
+
+def logged_later(rank: int, world: int) -> None:
+    """A loss of two calls, which goes back times a scale, is asked for after the first step, too."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    due = (loss_of(net, 0) + loss_of(net, 1)).item()
+    model, optimizer = espalier.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2, "data": 2}
+    )
+    loss = loss_of(model, 0) + loss_of(model, 1)
+    (1024 * loss).backward()
+    optimizer.step()
+    assert abs(loss.item() - due) < TOLERANCE
+
+
 def refused(rank: int, world: int) -> None:
+    failed(rank, world)
+    logged_later(rank, world)
     model = layers().double()
     prepared, optimizer = espalier.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), plan={"pipe": 2, "data": 2}
