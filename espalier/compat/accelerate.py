@@ -71,7 +71,7 @@ class PreparedModel(EngineModule):
         outputs = super().forward(*args, **kwargs)
         if not self.engine.plan.precision.autocast:
             return outputs
-        return outputs.by(convert_to_fp32) if isinstance(outputs, Awaited) else convert_to_fp32(outputs)
+        return outputs._by(convert_to_fp32) if isinstance(outputs, Awaited) else convert_to_fp32(outputs)
 
 
 class _Whole(nn.Module):
@@ -384,7 +384,7 @@ def whole_values(values: Any, call: str) -> Any:
     """Parameters, and what is made of them, as plain whole tensors: c10d would send this rank's pieces."""
 
     def plain(x: Any) -> Any:
-        x = x.value() if isinstance(x, Awaited) else x  # of a pipeline: what comes of all stages
+        x = x._value() if isinstance(x, Awaited) else x  # of a pipeline: what comes of all stages
         return everywhere(call, x) if isinstance(x, DTensor) else x
 
     return tree_map(plain, values)

@@ -234,7 +234,7 @@ class _Model(EngineModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives; what a pipeline has yet to give, as Fabric would cast it."""
         output = super().forward(*args, **kwargs)
-        return output.by(self.as_asked) if isinstance(output, Awaited) else output
+        return output._by(self.as_asked) if isinstance(output, Awaited) else output
 
 
 class _NoSync(_BackwardSyncControl):

@@ -309,7 +309,7 @@ class _Module(PreparedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for the whole batch."""
         outputs = super().forward(*args, **kwargs)
-        return outputs.opened() if isinstance(outputs, Awaited) else outputs
+        return outputs._opened() if isinstance(outputs, Awaited) else outputs
 
 
 def _late(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -322,7 +322,7 @@ def _late(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
             return loss(outputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         of_all = None if num_items_in_batch is None else OfAll(num_items_in_batch)
         first = outputs if isinstance(outputs, Awaited) else next(iter(outputs.values()))
-        return first.by(
+        return first._by(
             lambda _, whole, *more, **named: loss(whole, *more, num_items_in_batch=of_all, **named),
             outputs,
             *args,
@@ -559,7 +559,7 @@ class Trainer(transformers.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch; gives its loss."""
         loss = super().training_step(*args, **kwargs)
-        return loss.value() if isinstance(loss, Awaited) else loss
+        return loss._value() if isinstance(loss, Awaited) else loss
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Of the whole model (a collective)."""

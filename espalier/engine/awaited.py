@@ -111,7 +111,7 @@ class Awaited(Kept):
         if not program_asks_kind(sys._getframe(1)):
             return type(self)
         will_be = self._will_be()
-        return type(self.value() if will_be is UNKNOWN else will_be)
+        return type(self._value() if will_be is UNKNOWN else will_be)
 
     def _will_be(self) -> Any:
         """It, with tensors that have no data, of a batch of any shape."""
@@ -200,7 +200,7 @@ class Awaited(Kept):
         if name in _OF_ROWS and not self._source.is_whole and self._seen_at is None:
             return kept()
         shapes = self._shapes()
-        if shapes is UNKNOWN and name in _OF_KIND and isinstance(value := self.value(), torch.Tensor):
+        if shapes is UNKNOWN and name in _OF_KIND and isinstance(value := self._value(), torch.Tensor):
             return ask(value)
         if not isinstance(shapes, torch.Tensor):
             return kept()
@@ -238,11 +238,11 @@ class Awaited(Kept):
         form = of._source.form() if isinstance(key, int) else None
         return [*form][key] if isinstance(key, int) and isinstance(form, dict) and key < len(form) else key
 
-    def by(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _by(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a function makes of it, and of other arguments: it sees values alone."""
         return self._source.keep(func, (self, *args), kwargs)
 
-    def opened(self) -> Any:
+    def _opened(self) -> Any:
         """A dict (of no class of its own) of what will be in it, if it will be one; else itself."""
         form = self._source.form() if self._step is None else None
         return {key: self[key] for key in form} if type(form) is dict else self
@@ -316,7 +316,7 @@ class Awaited(Kept):
         """Whether it has gone back, and is not to do so again: what is made of it is made of its value."""
         return self._has_gone_back and not self._is_retained
 
-    def value(self) -> Any:
+    def _value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
         if self._known is None or (self._source.writes and not self._has_gone_back):
             needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
@@ -337,7 +337,7 @@ class Awaited(Kept):
         writes = len(self._source.writes)
         if self._met is None or self._met[0] != writes:
             now = self._source.keep(torch.clone, (self,), {})  # it may be written to later
-            value = full_tensor(now.value())
+            value = full_tensor(now._value())
             if not isinstance(value, torch.Tensor):
                 raise ValueError(SEVERAL)
             self._met = writes, now, value.detach().requires_grad_()
@@ -347,24 +347,24 @@ class Awaited(Kept):
 
     def item(self) -> Any:
         """Its one number."""
-        return self.value().item()
+        return self._value().item()
 
     def tolist(self) -> Any:
         """Its numbers."""
-        return self.value().tolist()
+        return self._value().tolist()
 
     def numpy(self) -> Any:
         """Its numbers."""
-        return self.value().numpy()
+        return self._value().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self.value().__array__(dtype)
+        return self._value().__array__(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(full_tensor(self.value()), memo)
+        return copy.deepcopy(full_tensor(self._value()), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return full_tensor(self.value()).detach().__reduce_ex__(protocol)  # a file has the tensor
+        return full_tensor(self._value()).detach().__reduce_ex__(protocol)  # a file has the tensor
 
     def __dlpack__(self, **options: Any) -> Any:
         if not self._has_gone_back and self._wants_grad():
@@ -375,26 +375,26 @@ class Awaited(Kept):
                 GatherWarning,
                 stacklevel=user_frame()[0],
             )
-        return full_tensor(self.value()).__dlpack__(**options)  # which torch.as_tensor asks for
+        return full_tensor(self._value()).__dlpack__(**options)  # which torch.as_tensor asks for
 
     def __dlpack_device__(self) -> Any:
-        return full_tensor(self.value()).__dlpack_device__()
+        return full_tensor(self._value()).__dlpack_device__()
 
     def __float__(self) -> float:
-        return float(self.value())
+        return float(self._value())
 
     def __int__(self) -> int:
-        return int(self.value())
+        return int(self._value())
 
     def __bool__(self) -> bool:
-        return bool(self.value())
+        return bool(self._value())
 
     def __index__(self) -> int:
         shapes = self._shapes()
         if isinstance(shapes, torch.Tensor) and (shapes.is_floating_point() or shapes.ndim):
             raise TypeError("only a tensor that is one integer can be an index or a size")
         self._source.see_all()
-        return operator.index(self.value())
+        return operator.index(self._value())
 
     def __len__(self) -> int:
         if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
@@ -402,7 +402,7 @@ class Awaited(Kept):
         if reads_an_index(frame := sys._getframe(1)):
             self._be_index(frame)
         shapes = self._shapes()
-        sized = self.value() if shapes is UNKNOWN else shapes
+        sized = self._value() if shapes is UNKNOWN else shapes
         if isinstance(sized, torch.Tensor) and not sized.ndim:
             raise TypeError(
                 "A number that a pipeline has yet to compute has no length: x.item() asks for it."
@@ -416,7 +416,7 @@ class Awaited(Kept):
             TypeError: else torch takes it for a tuple, with an index for each dim; without a length, it does
                 not.
         """
-        value = full_tensor(self.value())
+        value = full_tensor(self._value())
         if isinstance(value, torch.Tensor) and value.ndim:
             self._index = _place_of(frame), value.tolist()
             raise TypeError("It is one index, and no tuple of them.")
@@ -427,7 +427,7 @@ class Awaited(Kept):
 
     def __contains__(self, key: Any) -> bool:
         will_be = self._will_be()
-        return key in (will_be if isinstance(will_be, dict) else self.value())
+        return key in (will_be if isinstance(will_be, dict) else self._value())
 
     def __iter__(self) -> Iterator[Any]:
         if self._index is not None and self._index[0] == _place_of(sys._getframe(1)):
@@ -443,12 +443,12 @@ class Awaited(Kept):
         if not isinstance(shapes, torch.Tensor) and isinstance(shapes, Iterable):
             return iter(self._source.keep(list, (self,), {}))
         if not self._wants_grad():
-            return iter(self.value())
+            return iter(self._value())
         self._source.see_all()
         return (self[i] for i in range(len(self)))
 
     def __format__(self, spec: str) -> str:
-        return format(self.value(), spec)
+        return format(self._value(), spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._write(_set_item, (key, value), {})
@@ -536,14 +536,14 @@ class Count(Awaited, int):
     def __init__(self, number: int, source: Source, step: Step | None) -> None:
         super().__init__(source, step)
 
-    def value(self) -> int:
+    def _value(self) -> int:
         return int.__int__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return int, (self.value(),)
+        return int, (self._value(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> int:
-        return self.value()
+        return self._value()
 
 
 def _compared(name: str) -> Callable[..., Any]:
@@ -607,7 +607,7 @@ def _comparison(func: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def compared(self: Awaited, other: Any) -> Any:
         is_size = isinstance(other, int) if not isinstance(other, Awaited) else _is_size(other)
         if is_size and _is_size(self):
-            return func(self.value(), value_of(other))  # torch takes nothing but a bool for one
+            return func(self._value(), value_of(other))  # torch takes nothing but a bool for one
         return kept(self, other)
 
     return compared
@@ -700,7 +700,7 @@ def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
 
 
 def value_of(x: Any) -> Any:
-    return x.value() if isinstance(x, Awaited) else x
+    return x._value() if isinstance(x, Awaited) else x
 
 
 def done(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -755,7 +755,7 @@ def in_call(
         if not isinstance(x, Awaited) or x._source is source:
             return x
         if not x._wants_grad():
-            return x.value()
+            return x._value()
         return handed_out(x) if source.is_part else x._as_leaf(source)
 
     return with_each(inner, args, kwargs)

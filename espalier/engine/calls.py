@@ -66,7 +66,7 @@ def _of_calls(
             made._is_drawn = True
         elif made._shapes() is None:  # it gives nothing: it does something
             return done(func, args, kwargs)
-    return made.value() if is_over else as_count(made)  # as metrics take it: a tensor
+    return made._value() if is_over else as_count(made)  # as metrics take it: a tensor
 
 
 def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _of_sums(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         ValueError: they would go back to parameters, or each call has a part of the rows alone.
     """
     sums = given_in(args, kwargs, Sum)
-    numbers = {id(x): x.value() for x in sums}
+    numbers = {id(x): x._value() for x in sums}
     known, named = with_each(lambda x: numbers.get(id(x), x), args, kwargs)
     out = func(*known, **named)
     kept = leaves([out], SOUGHT, SOUGHT)
@@ -167,7 +167,7 @@ def _across_ranks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
                 f"torch.distributed.{func.__name__} writes to what a pipeline has yet to compute, and a "
                 "gradient is to go back through it. Give it x.detach().clone()."
             )
-        values[id(x)] = value = full_tensor(x.value()).clone()
+        values[id(x)] = value = full_tensor(x._value()).clone()
         x._write(lambda was, value: value, (value,), {})
 
     def sent(x: Any) -> Any:

@@ -56,7 +56,7 @@ class OneByOne:
         passes = self._passes
         loss_fn, (inputs, target) = passes.call.loss_fn, passes.call.parted(batch)
         out = passes.outputs(inputs, "all", batch if passes.evaluation.size > 1 else None)
-        return out.by(loss_of) if loss_fn is None else loss_fn(out, target)
+        return out._by(loss_of) if loss_fn is None else loss_fn(out, target)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let a loss go back, of a step or of a micro-batch.

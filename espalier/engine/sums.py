@@ -41,7 +41,7 @@ class Term(NamedTuple):
     def value(self) -> Any:
         """Its value, on every rank."""
         factor = 1 if self.factor is None else _on_all(self.factor)
-        return factor if self.loss is None else self.loss.value() * factor
+        return factor if self.loss is None else self.loss._value() * factor
 
     def weighed(self) -> Awaited | None:
         """Its loss, times the value of its factor."""
@@ -54,7 +54,7 @@ class Term(NamedTuple):
         """What goes back through its factor, if something does, when its loss has gone back."""
         if self.factor is None or not self.factor.requires_grad:
             return None
-        return self.factor if self.loss is None else self.factor * self.loss.value()
+        return self.factor if self.loss is None else self.factor * self.loss._value()
 
 
 def _term(loss: Any, factor: torch.Tensor | None) -> Term:
@@ -128,10 +128,10 @@ class Sum(Awaited):
             factors = [end for term in self._terms if (end := term.beside()) is not None]
             if factors:  # which may be made of the same
                 torch.autograd.backward(factors, retain_graph=retain_graph)
-        self.value()
+        self._value()
         self._has_gone_back, self._is_retained = True, bool(retain_graph)
 
-    def value(self) -> Any:
+    def _value(self) -> Any:
         if self._known is None:
             with torch.no_grad():
                 self._known = sum(term.value() for term in self._terms)

@@ -198,17 +198,24 @@ def nested(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+class Acts(NamedTuple):
+    choice: Any
+    by: Any
+    opened: Any
+    value: torch.Tensor
+
+
 class Policy(nn.Module):
-    """Gives distributions of torch's, of several kinds, and a number for each row."""
+    """Gives distributions of torch's, of several kinds, and a number for each row, by names that much has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
         self.head = nn.Linear(6, 8)
 
-    def forward(self, x: torch.Tensor) -> tuple[Any, Any, Any, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> Acts:
         a, b, c, value = self.head(self.body(x)).split((3, 2, 2, 1), 1)
-        return (
+        return Acts(
             torch.distributions.Categorical(logits=a),
             torch.distributions.Normal(b, F.softplus(c)),
             torch.distributions.Independent(torch.distributions.Normal(c, 1.0), 1),
@@ -225,12 +232,13 @@ def policies(lay: Lay) -> list[Any]:
         x, _ = batch(step)
         with torch.no_grad():
             action = model(x)[0].sample()
-        choice, code, joint, value = model(x)
+        choice, code, *_ = acts = model(x)
+        joint, value = acts.opened, acts.value
         assert isinstance(choice, torch.distributions.Categorical)
         gain = (x[:, 0] - value.detach()) * choice.log_prob(action)
         loss = (value - x[:, 0]).square().mean() - gain.mean() - 0.1 * choice.entropy().mean()
         loss = loss + torch.distributions.kl_divergence(code, prior).sum(1).mean()
-        loss = loss - 0.1 * joint.log_prob(x[:, :2]).mean() + 0.1 * code.mean.square().mean()
+        loss = loss - 0.1 * joint.log_prob(x[:, :2]).mean() + 0.1 * acts.by.mean.square().mean()
         out += [stepped(loss, optimizer).item(), action.double()]
         with torch.no_grad():
             out += [model(x)[1].stddev, model(x)[0].probs]

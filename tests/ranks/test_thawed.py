@@ -85,7 +85,7 @@ def trained(
 
 def whole(x: Any) -> torch.Tensor:
     if isinstance(x, Awaited):
-        return x.value()
+        return x._value()
     return espalier.full_tensor(x) if isinstance(x, espalier.DTensor) else torch.as_tensor(x)
 
 
