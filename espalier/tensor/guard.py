@@ -201,10 +201,10 @@ def _of_whole_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_attribute(x: torch.Tensor, name: str, value: Any) -> None:
-    """Of a plain tensor: ``x.data = y`` would take this rank's part of a DTensor."""
-    if name == "data" and type(value) is DTensor and torch_functions_on():
+    """Of a plain tensor: ``x.data = y`` and ``x.grad = y`` would take this rank's part of a DTensor."""
+    if name in ("data", "grad") and type(value) is DTensor and torch_functions_on():
         pass_on(value, x)
-        value = cast(DTensor, value.detach()).full_tensor()
+        value = cast(DTensor, value.detach() if name == "data" else value).full_tensor()
     object.__setattr__(x, name, value)
 
 
