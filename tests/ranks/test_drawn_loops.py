@@ -1,14 +1,15 @@
 """Loops drawn by lot, around models drawn by lot, under plans drawn by lot, against one process in float64.
 
-Each seed draws all three (``tests/zoo/drawn_loops.py``): every number that the loop gives is that of plain
-torch, or the plan is refused with words that say what to do. ``ESPALIER_SWEEP=300`` in the environment draws
-300 more.
+Each seed draws all three (``tests/zoo/drawn_loops.py``, and ``drawn_scenes.py``, whose scenes may go on under
+a second plan): every number that the loop gives is that of plain torch, or the plan is refused with words
+that say what to do. ``ESPALIER_SWEEP=300`` in the environment draws 300 more.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from tests.asked import ASKED
 from tests.pool import RankError
 from tests.ranks.habits import TOLERANCE, as_it_is
 from tests.zoo.drawn_loops import Loop, plan
+from tests.zoo.drawn_scenes import Scene, plans
 from tests.zoo.train import LOOSEST, MARGIN, TrialError, Verdict, apart, refusal_or_failure
 
 FOUND = (32, 39, 595)  # ended otherwise once
-SEEDS = [*range(6), *FOUND, *range(2000, 2000 + ASKED)]
+FOUND_SCENES = (7, 29, 53, 88, 103)
+SEEDS = [("loop", seed) for seed in (*range(6), *FOUND, *range(2000, 2000 + ASKED))]
+SEEDS += [("scene", seed) for seed in (*FOUND_SCENES, *range(2000, 2000 + ASKED))]
 
 
 def flat(values: list[Any]) -> torch.Tensor:
@@ -32,26 +36,35 @@ def flat(values: list[Any]) -> torch.Tensor:
     return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().double().flatten() for v in values])
 
 
-def compared(rank: int, world: int, seed: int, plan: dict[str, Any], folder: str) -> Verdict:
-    """The loop on plain torch and by a plan.
+def drawn(group: str, seed: int) -> tuple[Callable[..., list[Any]], list[dict[str, Any]], str]:
+    """What runs, given ways to lay models out, the plans for these, and what it is said to do."""
+    if group == "scene":
+        scene = Scene(seed)
+        return scene.run, plans(seed), f"{scene.said} {scene.net().names}"
+    loop = Loop(seed)
+    return lambda lays, *args, **named: loop.run(lays[0], *args, **named), [plan(seed)], loop.said
+
+
+def compared(rank: int, world: int, group: str, seed: int, folder: str) -> Verdict:
+    """The loop on plain torch and by plans.
 
     Raises:
         TrialError: it ended with an error.
     """
-    loop, before = Loop(seed), torch.get_default_dtype()
+    (run, under, _), before = drawn(group, seed), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                right = flat(loop.run(as_it_is))
-                rounding = apart(flat(loop.run(as_it_is, off=1e-15)), right)
+                right = flat(run([as_it_is] * 2))
+                rounding = apart(flat(run([as_it_is] * 2, off=1e-15)), right)
             except Exception as error:
                 return Verdict("unfit", f"{type(error).__name__}: {error}"[:300])
             if not (rounding < LOOSEST and math.isfinite(right.abs().max())):
                 return Verdict("unfit", f"a change of 1e-15 of its parameters makes one of {rounding:.1e}")
             try:
-                found = flat(loop.run(partial(espalier.prepare, plan=plan), folder))
+                found = flat(run([partial(espalier.prepare, plan=one) for one in under], folder))
             except Exception as error:
                 raise TrialError(refusal_or_failure(error)) from None
     finally:
@@ -67,15 +80,16 @@ def compared(rank: int, world: int, seed: int, plan: dict[str, Any], folder: str
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_drawn_loop(ranks: Any, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "seed"), SEEDS)
+def test_a_drawn_loop(ranks: Any, group: str, seed: int, tmp_path: Path) -> None:
     try:
-        found = ranks(2, compared, seed, plan(seed), str(tmp_path), timeout=240.0)[0]
+        found = ranks(2, compared, group, seed, str(tmp_path), timeout=240.0)[0]
     except RankError as error:
         if not isinstance(error.original, TrialError):
             raise
         found = error.original.verdict
-    said = f"{Loop(seed).said} under {plan(seed)}: {found}"
+    _, under, does = drawn(group, seed)
+    said = f"{does} under {under}: {found}"
     assert found.end in ("exact", "refused", "unfit"), said
     if found.end == "refused":
         assert found.says_what_to_do, said

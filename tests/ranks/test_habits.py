@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import espalier
 from espalier.parallel.pipeline.record import SplitError
@@ -334,7 +335,8 @@ def copies_made_before(lay: Lay) -> list[Any]:
 
 
 def layers_that_come_later(lay: Lay) -> list[Any]:
-    """A copy of a layer that has gradients, and a new one, which the optimizer is given."""
+    """A copy of a layer that has gradients, and a new one, which the optimizer is given; and parameters that
+    ``weight_norm`` makes of one that there is, in whose memory it leaves one of them."""
     model, out = Stack(), []
     model, optimizer = lay(model, torch.optim.AdamW(model.parameters(), 0.1))
     for step in range(4):
@@ -344,7 +346,28 @@ def layers_that_come_later(lay: Lay) -> list[Any]:
             assert all(p.grad is None for p in layer.parameters())
             model.layers.append(layer)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
+        if step == 1:
+            weight_norm(model.leave)
+            optimizer.add_param_group({"params": list(model.leave.parametrizations.parameters())})
     return [*out, *model.parameters()]
+
+
+def blocks_that_are_copied_and_changed(lay: Lay) -> list[Any]:
+    """What is written to by blocks that are computed again: in a copy, and in modules that come later."""
+    model = Stack()
+    model.layers = nn.ModuleList(
+        nn.Sequential(spectral_norm(nn.Linear(12, 12)), nn.BatchNorm1d(12)) for _ in range(2)
+    )
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out = [trained(model, optimizer, 0).item()]
+    twin = copy.deepcopy(model)
+    inner = torch.optim.SGD(twin.parameters(), 0.1)
+    out += [trained(twin, inner, step).item() for step in (1, 2)]
+    model.layers[1][0] = spectral_norm(nn.Linear(12, 12))
+    with torch.inference_mode():
+        model.layers[0].register_buffer("noted", torch.ones(3), persistent=False)
+    out += [trained(model, optimizer, step).item() for step in (1, 2, 3)]
+    return [*out, *model.state_dict().values(), *twin.state_dict().values()]
 
 
 def rows_that_come_later(lay: Lay) -> list[Any]:
@@ -588,6 +611,7 @@ def compared(rank: int, world: int) -> None:
         compare(program, [(plan, {}) for plan in plans])
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
     compare(weights_beside_rows, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    compare(blocks_that_are_copied_and_changed, [(PLANS[4], {}), ({"tensor": 2, "recompute": "full"}, {})])
     told_of_time()
     compare(parts_that_are_decorated, [(plan, {}) for plan in (PLANS[0], PLANS[3], PLANS[5], *STAGES)])
     for change in (tied, exchanged, others):

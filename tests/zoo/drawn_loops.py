@@ -284,7 +284,8 @@ def _by_grad(loop: Loop, x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(loop.model(x), y)
     found = torch.autograd.grad(loss, loop.params(), allow_unused=True)
     for p, g in zip(loop.params(), found, strict=True):
-        p.grad = g
+        # one tensor may be several's; and torch's fused step takes memory as it lies
+        p.grad = None if g is None else g.clone(memory_format=torch.contiguous_format)
     return loss
 
 
