@@ -31,12 +31,6 @@ def tried(go: Callable[[], None]) -> Exception | None:
     try:
         go()
     except Exception as error:
-        if "modified by an inplace operation" in str(error):
-            error.add_note(
-                "In a pipeline the model runs when its loss goes back: a penalty on a parameter that the "
-                "forward itself writes to is made before that. Let the forward give such a penalty, or leave "
-                "that parameter out of it."
-            )
         return error
     return None
 
