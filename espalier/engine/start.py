@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -196,22 +195,27 @@ def _refuse_shared(model: nn.Module) -> None:
         if type(x) in (torch.Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta:
             held.setdefault(memory_id(x), []).append((name, x))
     for some in held.values():
-        for (a, x), (b, y) in combinations(some, 2):
-            if (x.requires_grad or y.requires_grad) and _meet(x, y):
-                raise ValueError(
-                    f"{a} and {b} of {type(model).__name__} are two tensors that share memory, and are "
-                    "trained: laid out, each has its own, and what changes one would not reach the other. To "
-                    "tie them put one parameter in both places (b.weight = a.weight, in place of "
-                    "b.weight.data = a.weight.data); else give each its own (b.weight.data = "
-                    "a.weight.data.clone())."
-                )
+        before: list[tuple[str, torch.Tensor]] = []  # those that reach to where the next one begins
+        for b, y in sorted(some, key=lambda named: _span(named[1])):
+            first = _span(y)[0]
+            before = [(a, x) for a, x in before if _span(x)[1] >= first]
+            for a, x in before:
+                if (x.requires_grad or y.requires_grad) and _meet(x, y):
+                    raise ValueError(
+                        f"{a} and {b} of {type(model).__name__} are two tensors that share memory, and are "
+                        "trained: laid out, each has its own, and what changes one would not reach the "
+                        "other. To tie them put one parameter in both places (b.weight = a.weight, in place "
+                        "of b.weight.data = a.weight.data); else give each its own (b.weight.data = "
+                        "a.weight.data.clone())."
+                    )
+            before.append((b, y))
 
 
 def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one memory have an element in common."""
-    firsts, lasts = zip(*map(_span, (x, y)), strict=True)
-    if max(firsts) > min(lasts) or not (x.numel() and y.numel()):
+    if not (x.numel() and y.numel()):
         return False
+    firsts, lasts = zip(*map(_span, (x, y)), strict=True)
     if x.itemsize != y.itemsize:
         return True
     known = torch.zeros(max(lasts) - min(firsts) + 1, dtype=torch.bool, device="cpu")
