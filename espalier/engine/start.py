@@ -201,8 +201,9 @@ def _refuse_shared(model: nn.Module) -> None:
             before = [(a, x) for a, x in before if _span(x)[1] >= first]
             for a, x in before:
                 if (x.requires_grad or y.requires_grad) and _meet(x, y):
+                    both = " and ".join(name for name, _ in some if name in (a, b))
                     raise ValueError(
-                        f"{a} and {b} of {type(model).__name__} are two tensors that share memory, and are "
+                        f"{both} of {type(model).__name__} are two tensors that share memory, and are "
                         "trained: laid out, each has its own, and what changes one would not reach the "
                         "other. To tie them put one parameter in both places (b.weight = a.weight, in place "
                         "of b.weight.data = a.weight.data); else give each its own (b.weight.data = "
