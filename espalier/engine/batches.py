@@ -464,7 +464,7 @@ class GivenBatches:
         self._sum: torch.Tensor | float = 0.0
         self._weight = 0
         self._is_own = False
-        self._compared = False
+        self._compared, self._looks = False, True
         self._undo: Callable[[], object] = lambda: None
 
     def note(self, batch: Any, own: bool = False) -> None:
@@ -480,7 +480,7 @@ class GivenBatches:
 
     def look_at(self, module: nn.Module) -> None:
         """Look, until they are compared, at batches, too, with which the program calls the model itself."""
-        if not self.is_open:
+        if not self.is_open or not self._looks:
             return
         of, model = weakref.ref(self), weakref.ref(module)  # a copy of the module has the hook, too
 
@@ -492,6 +492,12 @@ class GivenBatches:
                 given.note([args, named])
 
         self._undo = module.register_forward_pre_hook(look, with_kwargs=True).remove
+        vars(look)["leave"] = self._undo
+
+    def look_away(self) -> None:
+        """Leave these calls alone: the program trains by what stands around the model."""
+        self._looks = False
+        self._undo()
 
     def compare(self, parameters: Iterable[torch.Tensor]) -> None:
         """See, once, that ranks have the same gradients, of calls that the engine knows nothing of.

@@ -60,6 +60,7 @@ class EngineModule(nn.Module):
         super().__init__()
         self._rows, self._engine = rows, engine
         engine.gives_whole_states = True
+        engine.passes.first_batches.look_away()
         self.module = engine.module
         self.training = engine.module.training
 

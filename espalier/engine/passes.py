@@ -198,6 +198,20 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def refuse_stand_ins(module: nn.Module) -> None:
+    """See that a model has its parameters.
+
+    Raises:
+        ValueError: other tensors stand in their places, for one call.
+    """
+    if any(not isinstance(p, nn.Parameter) for p in parameters_in(module)):
+        raise ValueError(
+            f"{type(module).__name__} is laid out at its first call, and in this one other tensors stand in "
+            "the places of its parameters (torch.func.functional_call). Call it once before, as it is "
+            "(torch.no_grad() will do), or say initialize(..., example=batch)."
+        )
+
+
 def plain_output(output: Any) -> Any:
     """A model's output with whole tensors, of this rank alone."""
 
@@ -292,8 +306,13 @@ class Passes(ABC):
         """The model is laid out."""
 
     def _laid_out(self, batch: Any) -> ZeroState:
-        """The parameters, laid out for this batch if it is the first."""
+        """The parameters, laid out for this batch if it is the first.
+
+        Raises:
+            ValueError: what is to be laid out is not in its place.
+        """
         if self.data is None:
+            refuse_stand_ins(self.call.module)
             call_if_there(self._lay_out, batch)
         assert self.data is not None
         return self.data

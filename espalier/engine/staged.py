@@ -347,8 +347,8 @@ class Staged(Passes):
         if not torch.is_grad_enabled():
             return call.value()
         if not self._is_called:
-            self._is_called = True
             call.lay_out()
+            self._is_called = True
             if isinstance(split := self.stages.split, Undivided):
                 was = self.written()[1]
                 call.value()  # which shows what it sets

@@ -31,6 +31,7 @@ from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
 from espalier.parallel.pipeline.split import Split, StageProgram, refuse_later, split
+from espalier.parallel.pipeline.trace import BrokenError
 from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule, with_messages
 from espalier.parallel.schedules.generate import find_schedule
@@ -38,7 +39,7 @@ from espalier.parallel.tensor.infer import Chosen, choose, infer
 from espalier.parallel.tensor.sequence_parallel import cut_inputs, cut_sequences, is_norm
 from espalier.parallel.tensor.tables import Cuts, Table, by_grid, kinds_from, kinds_of, table_for
 from espalier.tensor import lay_out
-from espalier.tensor.copies import NotCopiedError
+from espalier.tensor.copies import NotCopiedError, apart
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor, is_sparse, kind_of, note_kind, plain, set_by_program
 from espalier.tensor.modules import unwatched
@@ -401,6 +402,8 @@ class Stages:
         try:
             self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
         except SplitError as error:
+            if isinstance(error.__cause__, BrokenError) and not mesh.is_dry:
+                _try_once(model, example)
             if plan.cuts is not None or isinstance(error.__cause__, NotCopiedError):
                 raise
             self.split = Undivided(model, plan.pipe)
@@ -512,6 +515,13 @@ class Stages:
             ]
             return replace(of, micro_batches=m, actions=tuple(rows))
         return find_schedule(self._kind, plan.pipe, m, self._per_rank)
+
+
+def _try_once(model: nn.Module, inputs: Any) -> None:
+    """Call a copy of a model, on all ranks: an error for such inputs is the program's, whatever the plan."""
+    if not any(x.is_meta for x in (*parameters_in(model), *model.buffers())):
+        with apart(model, inputs) as twin, torch.enable_grad():  # forwards may take gradients
+            called(twin.module, twin.extra)
 
 
 def _warn(said: str) -> None:

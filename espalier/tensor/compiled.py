@@ -51,6 +51,7 @@ from espalier.torch_private import (
     aot_eager,
     compile_call,
     compiler,
+    forward_hooks,
     getter,
     inductor,
     memory_id,
@@ -130,6 +131,10 @@ def compile(  # torch's own name for it
     rewrite = _rewriting(bucket_megabytes, async_tensor_parallel)
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
+        for hook in list(forward_hooks(model)[0].values()):
+            getattr(
+                hook, "leave", lambda: None
+            )()  # what looks at the first step
         compile_call(model, lambda call: Region(call, model, compiler, fullgraph))
         return model
     return Region(model, model, compiler, fullgraph)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 import espalier
@@ -476,6 +477,10 @@ def told(rank: int, world: int) -> None:
         espalier.initialize(net, None, {"data": 2})
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model_of(net)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # not: it cannot be divided
+        model(torch.ones(4, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"laid out at its first call(.|\n)*Call it once before"):
+        functional_call(model, {name: p * 1.0 for name, p in model.named_parameters()}, (x,))
     F.cross_entropy(model(x), y).backward()
     loss = F.cross_entropy(model(x), y)
     with torch.no_grad():

@@ -285,6 +285,10 @@ class _Hidden(Exception):
     """A module does what cannot be followed, but may be called whole."""
 
 
+class BrokenError(_Hidden):
+    """A module ended in an error when it was called whole."""
+
+
 class _OwnBackward(_Hidden):
     """An autograd function uses parameters of modules that are none of its arguments."""
 
@@ -485,7 +489,8 @@ class _Recorder(TorchFunctionMode):
                     out = module(*given_some[0], **given_some[1])
                 written = {s for own, x in pairs if _sum(x) != before[s := storage_of(own)]}
         except Exception as other:
-            raise _Hidden(f"{error} in {name!r}, which could not be run by itself either: {other}") from error
+            words = f"{error} in {name!r}, which could not be run by itself either: {other}"
+            raise BrokenError(words) from error
         finally:
             self._quiet -= 1
         if self._meets:
