@@ -22,11 +22,12 @@ from espalier.engine.kept import Kept, captured, evaluated, with_writes
 from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.objects import closed
+from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import called, mapped
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
-from espalier.torch_private import raw
+from espalier.torch_private import forward_hooks, raw
 
 
 def whole_output(
@@ -39,6 +40,10 @@ def whole_output(
         mesh: all of it.
     """
     full = full_copy(model, everywhere)
+    for m, copied in zip(model.modules(), full.modules(), strict=True):  # hooks that look have seen this call
+        for hooks, those in zip(forward_hooks(m), forward_hooks(copied), strict=True):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Observed)]:
+                those.pop(key, None)
     parameters: dict[str, torch.Tensor] = {
         name: brought(p, mesh) if isinstance(p, DTensor) else p for name, p in named_parameters_in(model)
     }

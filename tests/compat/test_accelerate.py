@@ -125,6 +125,40 @@ def with_two(rank: int, world: int) -> None:
             assert (found[name] - x).abs().max() < 1e-12, name
 
 
+def of_two_models(rank: int, world: int) -> None:
+    """One optimizer over two models, prepared in one call; a cast comes too late then."""
+    from espalier.compat.accelerate import Accelerator
+
+    results = []
+    for kind, options in (
+        (accelerate.Accelerator, {"cpu": True}),
+        (Accelerator, {}),
+        (Accelerator, {"plan": {"data": 2, "zero": 3}}),
+    ):
+        with afresh():
+            accelerator = kind(**options)
+            torch.manual_seed(0)
+            unet = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+            text = nn.Linear(6, 6).double()
+            both = [*unet.parameters(), *text.parameters()]
+            unet, text, optimizer = accelerator.prepare(unet, text, torch.optim.AdamW(both, 0.01))
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+                accelerator.backward(unet(text(x)).square().mean())
+                accelerator.clip_grad_norm_(both, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([*map(accelerator.get_state_dict, (unet, text))])
+            if kind is Accelerator:
+                with pytest.raises(ValueError, match="a cast of a prepared model is too late"):
+                    unet.half()
+    for found in results[1:]:
+        for a, b in zip(results[0], found, strict=True):
+            for name, x in a.items():
+                assert (b[name] - x).abs().max() < 1e-12, name
+
+
 class Tagger(nn.Module):
     """A model of words, which a mask tells from padding."""
 
@@ -471,6 +505,10 @@ def test_a_state_before_the_first_batch(ranks: Any, tmp_path: Path) -> None:
 
 def test_two_optimizers_of_one_model(ranks: Any) -> None:
     ranks(2, with_two)
+
+
+def test_one_optimizer_of_two_models(ranks: Any) -> None:
+    ranks(2, of_two_models)
 
 
 def test_rows_of_several_lengths(ranks: Any) -> None:

@@ -312,6 +312,10 @@ def hooked(rank: int, world: int) -> None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with pytest.raises(ValueError, match=r"powerSGD(.|\n)*allreduce_hook, fp16"):
         here.DistributedDataParallel(net()).register_comm_hook(None, powerSGD_hook)
+    model = here.DistributedDataParallel(net().float()).double()  # a cast counts until the first call
+    assert model(x).dtype == torch.float64
+    with pytest.raises(ValueError, match="cast of a prepared model is too late"):
+        model.float()
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = here.FullyShardedDataParallel(net().float(), mixed_precision=half)
     assert model(x.float()).dtype == torch.bfloat16

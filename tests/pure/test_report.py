@@ -139,6 +139,13 @@ def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path
     note(other, "failed", "the loss is nan", 40)
     opened(browser, write_page(other))
     assert "the loss is nan" in all_of(browser, "header")[0].text
+    records = [Record(step, 2e16 / step, 1.0, 1e-3, 900.0, 1.5 * step, (1,)) for step in (1, 2)]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(x.__dict__) + "\n" for x in records))
+    opened(browser, write_page(other))
+    along = [x.text for x in all_of(browser, "#loss svg text[text-anchor=middle]")]
+    assert along == ["1", "2"], "steps are whole"
+    up = [x.text for x in all_of(browser, "#loss svg text[text-anchor=end]")]
+    assert "2.0e+16" in up, up
 
 
 def test_runs_of_one_job_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -217,13 +217,16 @@ def optimizers_of_a_part(lay: Lay) -> list[Any]:
 
 
 def optimizers_of_two_models(lay: Lay) -> list[Any]:
-    """Each prepared by itself; in some steps one of them alone has gradients."""
+    """Each prepared by itself; in some steps one of them alone has gradients, or a weight has them anew."""
     encoder, decoder = net(6, 4), net(4, 4)
+    decoder[0].weight.requires_grad_(False)
     groups = [{"params": encoder.parameters()}, {"params": [*decoder.parameters()], "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, 0.1, weight_decay=0.1)
     seen: list[Any] = []
     optimizer.register_step_pre_hook(
-        lambda of, *_: seen.append(sum(p.grad.square().sum() for g in of.param_groups for p in g["params"]))
+        lambda of, *_: seen.append(
+            sum(p.grad.square().sum() for g in of.param_groups for p in g["params"] if p.grad is not None)
+        )
     )
     encoder, optimizer = lay(encoder, optimizer)
     decoder = lay(decoder)
@@ -231,9 +234,12 @@ def optimizers_of_two_models(lay: Lay) -> list[Any]:
     both = [*encoder.parameters(), *decoder.parameters()]
     for step in range(5):
         x, y = batch(step)
+        if step == 1:
+            decoder[0].weight.requires_grad_(True)
         code = encoder(x) if step != 3 else x[:, :4]
         loss = F.cross_entropy(decoder(code) if step != 2 else code, y)
-        optimizer.zero_grad(set_to_none=False)
+        if step != 4:  # there are those of the step before, too
+            optimizer.zero_grad(set_to_none=step == 3)
         loss.backward()
         out += [loss.item(), nn.utils.clip_grad_norm_(both, 0.1)]
         optimizer.step()

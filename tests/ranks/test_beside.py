@@ -15,7 +15,7 @@ from torch import nn
 
 import espalier
 from espalier.compat.torch import DistributedDataParallel
-from tests.ranks.habits import Lay, as_it_is, batch, numbers
+from tests.ranks.habits import Lay, as_it_is, batch, compare, numbers
 from tests.ranks.habitual import net
 
 TOLERANCE = 1e-10
@@ -217,7 +217,24 @@ def test_checkpoints(ranks: Any, tmp_path: Path) -> None:
     ranks(2, resumed, str(tmp_path))
 
 
+def bounded(lay: Lay) -> list[Any]:
+    """Two models, each prepared by itself: their gradients are bounded as one vector, by the plan."""
+    encoder, decoder = net(6, 8), net(8, 4)
+    held = [*encoder.parameters(), *decoder.parameters()]
+    encoder, optimizer = lay(encoder, MOMENTUM(held))
+    decoder = lay(decoder)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(decoder(encoder(x)), y).backward()
+        if lay is as_it_is:
+            nn.utils.clip_grad_norm_(held, 0.1)
+        optimizer.step()
+    return held
+
+
 def refused(rank: int, world: int) -> None:
+    compare(bounded, [({"data": 2, "clip": 0.1, "zero": zero}, {}) for zero in (0, 3)])
     encoder, decoder = net(6, 8), net(8, 4)
     both = [*encoder.parameters(), *decoder.parameters()]
     with pytest.raises(ValueError, match="autocast-bfloat16"):
@@ -229,12 +246,24 @@ def refused(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=rf"two models(.|\n)*go with {said}(.|\n)*nn.ModuleDict"):
             decoder(encoder(batch(0)[0].float()))
         del held
-    model = net(6, 4)
-    alone = MOMENTUM(model.parameters())
-    espalier.prepare(model, alone, plan={"data": 2, "zero": 3})  # nobody keeps what it gives
-    model(batch(0)[0].float()).sum().backward()
-    with pytest.raises(ValueError, match=r"SGD.step\(\): the engine that makes its steps is gone"):
-        alone.step()
+    for plan, told in (
+        ({"data": 2, "zero": 3}, pytest.raises(ValueError, match=r"SGD.step\(\): the engine(.|\n)*is gone")),
+        (
+            {"data": 2},
+            pytest.warns(UserWarning, match="is gone(.|\n)*right only where all are given the same"),
+        ),
+    ):
+        model = net(6, 4)
+        alone = MOMENTUM(model.parameters())
+        espalier.prepare(model, alone, plan=plan)  # nobody keeps what it gives
+        model(batch(0)[0].float()).sum().backward()
+        with told:
+            alone.step()
+    encoder, decoder = net(6, 8), net(8, 4)
+    held, plan = MOMENTUM([*encoder.parameters(), *decoder.parameters()]), {"data": 2, "zero": 3}
+    espalier.prepare(encoder, held, plan=plan)
+    with pytest.raises(ValueError, match=r"two models(.|\n)*the other's engine is gone"):
+        espalier.prepare(decoder, held, plan=plan)
     (x, y), table, model = batch(0), nn.Parameter(torch.randn(4, 8)), net(6, 8)
     held, plan = [*model.parameters(), table], {"pipe": 2, "accumulate": 2}
     model, _ = espalier.prepare(model, MOMENTUM(held), plan=plan)

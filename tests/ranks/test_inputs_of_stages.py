@@ -303,8 +303,23 @@ class OfObjects(nn.Module):
         return self.head(self.layers(of.inner) * weighed.by)
 
 
+class Sloped(OfObjects):
+    """Cannot be divided."""
+
+    def forward(self, of: Any, weighed: Weighed) -> torch.Tensor:
+        x = of.inner.detach().requires_grad_()
+        with torch.enable_grad():
+            out = super().forward(SimpleNamespace(inner=x), weighed)
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out + slope.square().mean(-1, keepdim=True)
+
+
 def trained_on_objects(lay: Lay) -> list[Any]:
-    model, out = OfObjects(), list[Any]()
+    return [*on_objects(lay, OfObjects()), *on_objects(lay, Sloped())]
+
+
+def on_objects(lay: Lay, model: Any) -> list[Any]:
+    out = list[Any]()
     model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
     for step in range(3):
         x, y = batch(step)
@@ -315,8 +330,22 @@ def trained_on_objects(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+def looked_at_objects(lay: Lay) -> list[Any]:
+    """A hook sees them as they were given, once a call; a penalty is on gradients of a tensor in one."""
+    model, out = OfObjects(), list[Any]()
+    model.register_forward_hook(lambda m, args, result: out.append(args[0].inner.sum() * result.detach()))
+    model, optimizer = lay(model, torch.optim.Adam(model.parameters(), 0.05))
+    for step in range(2):
+        x, y = batch(step)
+        made = model(SimpleNamespace(inner=x.requires_grad_(), number=step), Weighed(x.detach().cos(), ""))
+        (slope,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        stepped(F.cross_entropy(made, y) + slope.square().mean(), optimizer)
+    return [*out, *model.parameters()]
+
+
 def objects_as_inputs(rank: int, world: int) -> None:
     compare(trained_on_objects, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    compare(looked_at_objects, [({"pipe": 2}, {})])
     x, _ = batch(0)
     model: Any = espalier.prepare(OfObjects().double(), plan={"pipe": 2})
     locked = [SimpleNamespace(inner=x, by=x, lock=threading.Lock()) for _ in "ab"]
