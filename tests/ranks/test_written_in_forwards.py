@@ -198,7 +198,10 @@ class Unordered(nn.Module):
         return sorted(self.scales, reverse=unordered and dist.get_rank() == 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        masks = {name: (x[:, :1] > ord(name) - 100).to(x.dtype) for name in self.names(self.is_local)}
+        masks = {}  # calls of two kinds: their order is seen
+        for name in self.names(self.is_local):
+            of = x[:, :1] > ord(name) - 100 if ord(name) % 2 else x[:, :1] < 100 - ord(name)
+            masks[name] = of.to(x.dtype)
         h = self.first(x).tanh()
         parts = {name: h * self.scales[name] for name in self.names(not self.is_local)}
         h = self.second(h)
