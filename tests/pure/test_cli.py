@@ -19,11 +19,12 @@ import espalier
 from espalier.cli import app, doctor, init
 from espalier.cli.doctor import Finding, tell
 from espalier.cli.main import init as init_command
-from espalier.cli.tell import tell_schedule
+from espalier.cli.tell import tell_schedule, tell_summary
 from espalier.engine import Engine
 from espalier.parallel import Plan
 from espalier.parallel.pipeline import Costs, generate, simulate
 from espalier.train.metrics import Display, Lines, Record, readable_bytes, readable_time
+from espalier.train.trainer import Summary
 from espalier.train.verify import compare
 
 JOB = """
@@ -444,6 +445,15 @@ def test_help_names_every_command():
     code, out, _ = call("--help")
     assert code == 0
     assert all(name in out for name in ("train", "verify", "dry", "explain", "run", "doctor"))
+    code, out, _ = call("migrate", "--help")
+    (flag,) = [line for line in out.splitlines() if "--write" in line]
+    assert flag.split("--write")[1].split()[:3] == ["Change", "the", "file."], "it takes no value"
+
+
+def test_one_step_of_one_rank_is_said_so():
+    console = Console(width=120, file=io.StringIO())
+    tell_summary(console, Summary(1.0, 1.0, None, 10, 1, 1.0, 1, None, {}))
+    assert ", 1 step, 0:01 on 1 rank\n" in console.file.getvalue()
 
 
 def test_doctor_tells_the_remedy_beside_the_problem():
