@@ -132,9 +132,7 @@ def compile(  # torch's own name for it
     compiler = _backend(backend, mode, options, rewrite)
     if isinstance(model, torch.nn.Module):
         for hook in list(forward_hooks(model)[0].values()):
-            getattr(
-                hook, "leave", lambda: None
-            )()  # what looks at the first step
+            getattr(hook, "leave", lambda: None)()  # what looks at the first step
         compile_call(model, lambda call: Region(call, model, compiler, fullgraph))
         return model
     return Region(model, model, compiler, fullgraph)
