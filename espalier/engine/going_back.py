@@ -21,6 +21,7 @@ from espalier.engine.accumulation import UnseenCountError, is_sum
 from espalier.engine.awaited_source import Source
 from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order, wanting
 from espalier.engine.observing import Place
+from espalier.engine.penalties import whole_loss
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
 from espalier.parallel.pipeline.objects import closed, opened
 from espalier.parallel.pipeline.record import leaves, refilled
@@ -41,6 +42,8 @@ def gone_back(
         inputs: those of the model that want gradients.
     """
     source, draws = of._source, any(one._is_drawn for one in calls)
+    if not draws and source.may_be_whole() and any(type(x) is DTensor for x in wanting(calls)):
+        return _of_whole(of, calls, inputs)
     known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
         refuse_sights(source.is_part or draws)
@@ -194,6 +197,18 @@ def _of_all(
             for x, grad in zip(tensors, grads, strict=True)
         ]
     _through_stages(source, grads, {id(x): beside[id(x)] for x in inputs}, seen)
+    return full_tensor(loss).detach().clone(), beside
+
+
+def _of_whole(of: Kept, calls: Sequence[Kept], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Leaves]:
+    """The loss has derivatives of an output in it, or parameters: it is made on all ranks, with a graph.
+
+    The graph is kept for what else of it goes back in the same sum.
+    """
+    plain = [x for x in wanting(calls) if type(x) is not DTensor]
+    beside = {id(x): x.detach().requires_grad_() for x in (*plain, *inputs)}
+    loss = whole_loss(of, beside)
+    loss.backward(retain_graph=True)
     return full_tensor(loss).detach().clone(), beside
 
 

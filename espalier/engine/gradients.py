@@ -39,8 +39,8 @@ def gradients(
         raise TypeError(
             "torch.autograd.grad: In a pipeline it gives the gradients of a loss with respect to the model's "
             "parameters, its inputs, and parameters of the loss; with create_graph=True those with respect "
-            "to inputs of one call that all ranks give whole. Others are not where the loss is: take them in "
-            "the model's forward, or train under a plan without pipe."
+            "to what inputs of one call are made of, which all ranks give whole. Others are not where the "
+            "loss is: take them in the model's forward, or train under a plan without pipe."
         )
     before = [x.grad for x in beside]
     try:

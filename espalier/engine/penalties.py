@@ -1,4 +1,4 @@
-"""Losses of gradients (gradient penalties) of a model in stages: its output with a graph, on every rank.
+"""Losses of derivatives (penalties, equations) of a model in stages: its output with a graph, on every rank.
 
 The graph of a pass through stages is on several ranks, each with its own part, and is gone after it. So for
 ``torch.autograd.grad(..., create_graph=True)`` the model is computed once more, whole, on every rank, with
@@ -51,9 +51,9 @@ def whole_output(
 
 
 def on_all_ranks(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """A plain tensor that all ranks have, as a DTensor."""
+    """A plain tensor that all ranks have, or one of a stage, as a DTensor of all."""
     if isinstance(x, DTensor):
-        return x
+        return x if x._layout.mesh is mesh else brought(x, mesh)
     with raw():
         return stamp(x.view_as(x), Layout.replicated(mesh, tuple(x.shape)))
 
@@ -66,40 +66,50 @@ def with_graph(
     Args:
         sought: tensors that all ranks have, whole.
     """
-    warnings.warn(_WHOLE, stacklevel=user_frame()[0])
-    source = loss._source
     with torch.enable_grad():
-        stand = {id(x): source.on_all(x) for x in sought}
-        given = {id(x): source.on_all(x) for x in captured(with_writes(loss, Kept._made_of))}
-        output = source.whole_output(stand)
-        value = evaluated(loss, given | stand, lambda: output, fresh=True)
-        wanted = [stand[id(x)] for x in sought]
-        return torch.autograd.grad(
-            value,
-            wanted,
+        grads = torch.autograd.grad(
+            whole_loss(loss, {}),
+            sought,
             create_graph=True,
             allow_unused=allow_unused,
             materialize_grads=materialize_grads,
         )
+        return tuple(None if grad is None else loss._source.on_all(grad) for grad in grads)
+
+
+def whole_loss(loss: Kept, stand: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """What a program has made of the output, with a graph, as a DTensor of all ranks.
+
+    Args:
+        stand: for inputs, and for what it is made of beside the output; by ``id``.
+    """
+    warnings.warn(_WHOLE, stacklevel=user_frame()[0])
+    source = loss._source
+    with torch.enable_grad():
+        beside = captured(with_writes(loss, Kept._made_of))
+        given = {id(x): source.on_all(stand.get(id(x), x)) for x in beside}
+        output = source.whole_output(stand)
+        value: torch.Tensor = evaluated(loss, given, lambda: output, fresh=True)
+        return value
 
 
 def replaced(inputs: Any, stand: Mapping[int, torch.Tensor], mesh: Mesh) -> Any:
-    """Inputs with what stands for some of their tensors, on all ranks."""
+    """Inputs, or what stands for some of their tensors, on all ranks."""
     return mapped(
-        lambda x: stand.get(id(x), on_all_ranks(x, mesh)) if isinstance(x, torch.Tensor) else x, inputs
+        lambda x: on_all_ranks(stand.get(id(x), x), mesh) if isinstance(x, torch.Tensor) else x, inputs
     )
 
 
 def is_of_inputs(source: Source, sought: Sequence[torch.Tensor]) -> bool:
-    """Whether what is sought are inputs, which all ranks give whole, of a call that meets no other."""
-    if source.is_own or source.made_by:
+    """Whether what is sought are inputs, or what they are made of, which all ranks have whole."""
+    if source.made_by or not source.may_be_whole():
         return False
-    inputs = {id(x) for x in source.wanting() if not isinstance(x, DTensor)}
-    return bool(sought) and inputs.issuperset(map(id, sought)) and source.may_be_whole()
+    return bool(sought) and all(type(x) is torch.Tensor and x.requires_grad for x in sought)
 
 
 _WHOLE = (
-    "torch.autograd.grad(..., create_graph=True) in a pipeline: for it the model is computed once more, "
-    "whole, on every rank, with all its weights. Right, but slow. Models with penalties on gradients train "
-    "quicker under a plan without pipe."
+    "torch.autograd.grad(..., create_graph=True) in a pipeline, or a loss that multiplies an output with its "
+    "derivatives or with parameters of the model: for it the model is computed once more, whole, on every "
+    "rank, with all its weights. Right, but slow. Such losses (penalties on gradients, equations in "
+    "derivatives) train quicker under a plan without pipe, or computed in the model's forward."
 )

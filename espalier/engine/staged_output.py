@@ -538,16 +538,17 @@ class ModelRun:
         return parameters_in(self._passes.call.module)
 
     def may_be_whole(self) -> bool:
-        """Whether no two stages have copies of a parameter, and this is no dry run."""
+        """Whether all ranks have its inputs, no two stages copies of a parameter, and this is no dry run."""
         mesh = self._passes.mesh
-        return not mesh.is_dry and not mesh.copied
+        return not (self.is_part or self.batch is not None or mesh.is_dry or mesh.copied)
 
     def whole_output(self, stand: Mapping[int, torch.Tensor]) -> Any:
         """What the model gives, with a graph, as DTensors of all ranks."""
         passes, mesh = self._passes, self._passes.mesh
         self.lay_out()
         self._let_earlier_run()
-        if self._trains and self._changes and not self._has_run():  # what it leaves, later calls find
+        # what it leaves, later calls find
+        if self._trains and (self._changes or passes.draws is not False) and not self._has_run():
             with torch.no_grad():
                 self.value()
         inputs = replaced(self._inputs, stand, mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,13 +54,34 @@ def learned(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 WORKS: tuple[Work, ...] = (equation, penalty, attack, learned)
 
 
+def flux(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A derivative of a product of the output and its derivative by a part of the input, and a boundary; a
+    parameter of the model weighs a term."""
+    t, place = x[:, :1].clone().requires_grad_(), x[:, 1:].clone().requires_grad_()
+    u = model(torch.cat([t, place], 1))
+    one = torch.ones_like(u)
+    (du,) = torch.autograd.grad(u, place, one, create_graph=True)
+    (ut,) = torch.autograd.grad(u, t, one, create_graph=True)
+    (dflux,) = torch.autograd.grad((u * du[:, :1]).sum(), place, create_graph=True)
+    (d2u,) = torch.autograd.grad(du, place, torch.ones_like(du), create_graph=True)
+    last = [*model.parameters()][-1]
+    inside = (ut + dflux[:, :1] - last * d2u[:, :1] * 0.1 + u * last).square().mean()
+    return inside + 2 * (model(x[:3] + 1) - 1).square().mean() + du.square().mean(), du
+
+
 def parts_of(x: torch.Tensor, sizes: list[int] | None) -> list[torch.Tensor]:
     return [x] if sizes is None else list(x.split(sizes))
 
 
-def compared(rank: int, wrapped: Callable[[nn.Module, Any], Any], sizes: list[int] | None, what: Any) -> None:
+def compared(
+    rank: int,
+    wrapped: Callable[[nn.Module, Any], Any],
+    sizes: list[int] | None,
+    what: Any,
+    works: tuple[Work, ...] = WORKS,
+) -> None:
     """Three steps beside one process, which averages over the ranks' rows where each has its own."""
-    for work in WORKS:
+    for work in works:
         ours, plain = net(), net()
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, plain)]
         model, optimizers[0] = wrapped(ours, optimizers[0])
@@ -98,6 +120,16 @@ def on_two(rank: int, world: int) -> None:
     compared(rank, lambda m, o: (DistributedDataParallel(m), o), [4, 4], "ddp")
 
 
+def products_in_a_pipeline(rank: int, world: int) -> None:
+    for work in (equation, flux):
+        for plan, rows in (({"pipe": 2}, "own"), ({"pipe": 2, "accumulate": 2}, "all")):
+
+            def wrapped(m: nn.Module, optimizer: Any, rows: Any = rows, plan: Any = plan) -> Any:
+                return espalier.prepare(m, optimizer, plan=plan, rows=rows)[:2]
+
+            compared(rank, wrapped, None, plan, (work,))
+
+
 def in_a_pipeline(rank: int, world: int) -> None:
     model = espalier.prepare(net(), None, plan={"pipe": 2})[0]
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -127,3 +159,9 @@ def test_gradients_of_inputs_are_those_of_one_process(ranks: Any) -> None:
 
 def test_gradients_of_inputs_of_a_pipeline(ranks: Any) -> None:
     ranks(2, in_a_pipeline)
+
+
+@pytest.mark.filterwarnings("ignore:torch.autograd.grad.*in a pipeline", "ignore:.*in several stages")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks")
+def test_products_with_derivatives_of_inputs_in_a_pipeline(ranks: Any) -> None:
+    ranks(2, products_in_a_pipeline)

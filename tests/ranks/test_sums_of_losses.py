@@ -320,8 +320,15 @@ def refused(rank: int, world: int) -> None:
         states = optimizer.state_dict()
     with pytest.raises(ValueError, match=r"another rank's stages(.|\n)*engine.save"):
         optimizer.load_state_dict(of_another(states))
-    with pytest.raises(ValueError, match=r"is not a sum(.|\n)*weight \* loss"):
+    optimizer.zero_grad()
+    whole = prepared.engine.full_model()
+    (loss_of(whole, 1) ** next(whole.parameters()).square().mean()).backward()
+    with pytest.warns(UserWarning, match="computed once more"):
         (loss_of(prepared, 1) ** first.square().mean()).backward()
+    grads = prepared.engine.full_gradients()
+    for name, p in whole.named_parameters():
+        assert p.grad is None or (grads[name] - p.grad).abs().max() < 1e-10, name
+    optimizer.zero_grad()
     loss = loss_of(prepared, 1) + first.square().mean()
     with pytest.raises(ValueError, match=r"one and its parameters(.|\n)*is a sum"):
         torch.exp(loss)

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from espalier.comm import move
 from espalier.layout import Layout, gradient_layout
 from espalier.layout.layout import R, is_partial
+from espalier.mesh import Mesh
 from espalier.sharding.spec import bound_to, special, spellings
 from espalier.tensor import loans
 from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, stamp
@@ -204,10 +205,28 @@ def gradients(
 
     with raw():
         found = tuple(map(typed, inputs, grads))
+        if bound.get("create_graph") and (mesh := _mesh_of_stages(outputs)) is not None:
+            found = tuple(_lying_on(mesh, g) for g in found)
         for x in sought if not bound.get("create_graph") else ():
             if isinstance(source := getattr(x, "_source", None), StandIn):
                 source.unused()
     return found
+
+
+def _mesh_of_stages(outputs: Iterable[Any]) -> Mesh | None:
+    """The mesh of all stages, where something of these outputs lies."""
+    meshes = (x._layout.mesh for x in outputs if type(x) is DTensor)
+    return next((mesh for mesh in meshes if mesh.within is None and mesh.beside is not None), None)
+
+
+def _lying_on(mesh: Mesh, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient of a plain tensor that has a graph on all ranks.
+
+    Plain, it would meet a parameter of a stage in that stage alone, and go back there alone.
+    """
+    if grad is None or type(grad) is DTensor or not grad.requires_grad:
+        return grad
+    return stamp(grad.view_as(grad), Layout.replicated(mesh, tuple(grad.shape)))
 
 
 def _one_by_one(func: Callable[..., Any], bound: dict[str, Any]) -> Any:
