@@ -234,7 +234,9 @@ class Scored(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(x)
+        hidden = torch.distributions.Laplace(
+            self.linear(x), x.new_ones(())
+        ).mean  # which looks at its arguments
         scores = torch.vmap(lambda times: (hidden * times).sum(-1))(torch.arange(4))
         if (scores > 1e9).any():
             return x

@@ -792,12 +792,13 @@ def uncached(configs: Sequence[Any], inputs: Any) -> Iterator[None]:
     Their masks stay those of a call that fills one: transformers takes positions that begin anew within a row
     for those of several sequences only where there is no cache.
     """
-    asked = inputs.get("use_cache") if isinstance(inputs, Mapping) else None
+    given = inputs if isinstance(inputs, Mapping) else {}
+    unasked = given.get("use_cache") is None and given.get("position_ids") is not None
     masks = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
         for config in configs:
             stack.enter_context(having(config, use_cache=False))
-        if configs and asked is None and hasattr(masks, "find_packed_sequence_indices"):
+        if configs and unasked and hasattr(masks, "find_packed_sequence_indices"):
             stack.enter_context(having(masks, find_packed_sequence_indices=lambda position_ids: None))
         yield
 

@@ -36,7 +36,7 @@ from espalier.tensor.dry_autocast import as_if_for_cpu
 from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
-from espalier.torch_private import HOOKS, TABLES, own_buffers, own_parameters, raw
+from espalier.torch_private import HOOKS, TABLES, own_buffers, own_parameters, raw, unchecked_distributions
 from espalier.trees import flatten, nodes_from, unflatten
 
 _MOST_KNOWN = 256
@@ -193,7 +193,7 @@ class ShapeInference:
                 # parameters are DTensors when something is computed again in the backward pass
                 is_alone = i in self._alone and not (program.is_again and torch.is_grad_enabled())
                 study = SingleRankStudy(program, followed if last else None) if is_alone else None
-                with Drawing(None if self._here.is_dry else device) as drawing:
+                with unchecked_distributions(), Drawing(None if self._here.is_dry else device) as drawing:
                     entered = received()
                     graph.enter(entered)
                     out = forward(program, entered, inputs, study)
