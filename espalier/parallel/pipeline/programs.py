@@ -451,16 +451,19 @@ class Divided:
 def marked(body: ProgramBody, received: Sequence[int], sent: Sequence[int]) -> str:
     """A hash of what steps are given, and a stage sends, by how these values come about.
 
-    What each stage makes of the batch for itself may come in any order: that of a set is another one in each
-    process.
+    What each stage makes of the batch for itself is all the same: it may come in any order, as that of a set
+    is another one in each process, or be there already, where a program has kept it for such sizes.
     """
-    marks = {s.number: f"{s.kind} {'' if s.kind == 'constant' else s.place}" for s in body.sources}
+    marks = {s.number: s.place if s.kind == "parameter" else "local" for s in body.sources}
     marks |= {n: f"received {i}" for i, n in enumerate(received)}
     done: list[str] = []
     for step in body.steps:
+        if step.is_local:
+            marks |= dict.fromkeys(step.outputs, "local")
+            continue
         mark = hashlib.sha256(repr((step.name, [marks[n] for n in step.inputs])).encode()).hexdigest()
         marks |= dict.fromkeys(step.outputs, mark)  # which of them a rank takes is its own affair
-        done += [] if step.is_local else [mark]
+        done.append(mark)
     return hashlib.sha256(repr([done, [marks[n] for n in sent]]).encode()).hexdigest()[:8]
 
 
