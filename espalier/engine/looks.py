@@ -15,7 +15,6 @@ from espalier.engine.awaited import Awaited
 from espalier.engine.awaited_source import Source
 from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
-from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import called
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import FORWARD_HOOKS, version_of
@@ -30,7 +29,7 @@ def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
     """
     if torch.is_grad_enabled() and not call.is_part:
         warnings.warn(_SEEN, stacklevel=user_frame()[0])
-    args, named = called(lambda *args, **named: (args, named), closed(inputs))
+    args, named = called(lambda *args, **named: (args, named), inputs)
     for hook in observers.of_model(FORWARD_HOOKS[0]):
         observers.call(hook, (args, named) if hook.takes_named(observers.module) else (args,))
     for sight in call.sights:

@@ -40,7 +40,6 @@ from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
@@ -136,7 +135,7 @@ class ModelCall:
         """What the model gives."""
         with self.autocast(), as_addends(self.mesh):
             try:
-                return called(self.module, inputs if self.plan.pipe == 1 else closed(inputs))
+                return called(self.module, inputs)
             except TypeError as error:
                 self._explain(error, inputs)
                 raise

@@ -93,33 +93,38 @@ def early(rank: int, world: int, folder: str) -> None:
     assert losses[3:] == losses[1:3]
 
 
-def with_two(rank: int, world: int) -> None:
-    """Two optimizers of one model, as accelerate itself steps them."""
-    from espalier.compat.accelerate import Accelerator
-
-    results = []
-    for kind, options in (
+def each() -> Iterator[Any]:
+    """accelerate's own, and ours by two plans, each afresh."""
+    kinds: list[tuple[Any, dict[str, Any]]] = [
         (accelerate.Accelerator, {"cpu": True}),
-        (Accelerator, {}),
-        (Accelerator, {"plan": {"data": 2, "zero": 3}}),
-    ):
+        (accelerate_here.Accelerator, {}),
+        (accelerate_here.Accelerator, {"plan": {"data": 2, "zero": 3}}),
+    ]
+    for kind, options in kinds:
         with afresh():
             accelerator = kind(**options)
             torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
-            first, second = (
-                torch.optim.AdamW(net[0].parameters(), 0.01),
-                torch.optim.SGD(net[2].parameters(), 0.1),
-            )
-            model, first, second = accelerator.prepare(net, first, second)
-            for step in range(3):
-                generator = torch.Generator().manual_seed(10 * step + rank)
-                loss = model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean()
-                accelerator.backward(loss)
-                for optimizer in (first, second) if step != 1 else (second,):
-                    optimizer.step()
-                    optimizer.zero_grad()
-            results.append(accelerator.get_state_dict(model))
+            yield accelerator
+
+
+def with_two(rank: int, world: int) -> None:
+    """Two optimizers of one model, as accelerate itself steps them."""
+    results = []
+    for accelerator in each():
+        net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+        first, second = (
+            torch.optim.AdamW(net[0].parameters(), 0.01),
+            torch.optim.SGD(net[2].parameters(), 0.1),
+        )
+        model, first, second = accelerator.prepare(net, first, second)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean()
+            accelerator.backward(loss)
+            for optimizer in (first, second) if step != 1 else (second,):
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(accelerator.get_state_dict(model))
     for found in results[1:]:
         for name, x in results[0].items():
             assert (found[name] - x).abs().max() < 1e-12, name
@@ -127,32 +132,23 @@ def with_two(rank: int, world: int) -> None:
 
 def of_two_models(rank: int, world: int) -> None:
     """One optimizer over two models, prepared in one call; a cast comes too late then."""
-    from espalier.compat.accelerate import Accelerator
-
     results = []
-    for kind, options in (
-        (accelerate.Accelerator, {"cpu": True}),
-        (Accelerator, {}),
-        (Accelerator, {"plan": {"data": 2, "zero": 3}}),
-    ):
-        with afresh():
-            accelerator = kind(**options)
-            torch.manual_seed(0)
-            unet = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
-            text = nn.Linear(6, 6).double()
-            both = [*unet.parameters(), *text.parameters()]
-            unet, text, optimizer = accelerator.prepare(unet, text, torch.optim.AdamW(both, 0.01))
-            for step in range(3):
-                generator = torch.Generator().manual_seed(10 * step + rank)
-                x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-                accelerator.backward(unet(text(x)).square().mean())
-                accelerator.clip_grad_norm_(both, 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append([*map(accelerator.get_state_dict, (unet, text))])
-            if kind is Accelerator:
-                with pytest.raises(ValueError, match="a cast of a prepared model is too late"):
-                    unet.half()
+    for accelerator in each():
+        unet = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+        text = nn.Linear(6, 6).double()
+        both = [*unet.parameters(), *text.parameters()]
+        unet, text, optimizer = accelerator.prepare(unet, text, torch.optim.AdamW(both, 0.01))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            accelerator.backward(unet(text(x)).square().mean())
+            accelerator.clip_grad_norm_(both, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*map(accelerator.get_state_dict, (unet, text))])
+        if isinstance(accelerator, accelerate_here.Accelerator):
+            with pytest.raises(ValueError, match="a cast of a prepared model is too late"):
+                unet.half()
     for found in results[1:]:
         for a, b in zip(results[0], found, strict=True):
             for name, x in a.items():

@@ -39,26 +39,20 @@ MORE_SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def _way_plain(s: Scene, x: Any, y: Tensor) -> Tensor:
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     s.update()
     return loss
 
 
 def _way_clipped(s: Scene, x: Any, y: Tensor) -> Tensor:
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     s.out.append(nn.utils.clip_grad_norm_(s.model.parameters(), 0.3))
     s.update()
     return loss
 
 
 def _way_each_clipped(s: Scene, x: Any, y: Tensor) -> Tensor:
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     for p in s.params():
         if p.grad is not None:
             nn.utils.clip_grad_norm_(p, 0.1)
@@ -111,9 +105,7 @@ def _way_in_turn(s: Scene, x: Any, y: Tensor) -> Tensor:
 
 def _way_sharp(s: Scene, x: Any, y: Tensor) -> Tensor:
     """Sharpness-aware minimization by hand."""
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     with torch.no_grad():
         norm = torch.stack([p.grad.norm() for p in s.params() if p.grad is not None]).norm()
         moved = [(p, p.grad * (0.05 / (norm + 1e-12))) for p in s.params() if p.grad is not None]
@@ -162,9 +154,7 @@ def _way_older(s: Scene, x: Any, y: Tensor) -> Tensor:
 
 def _way_noisy(s: Scene, x: Any, y: Tensor) -> Tensor:
     """Noise is added to gradients, of a generator of its own."""
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     generator = torch.Generator().manual_seed(s.step)
     for p in s.params():
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -176,9 +166,7 @@ def _way_noisy(s: Scene, x: Any, y: Tensor) -> Tensor:
 
 def _way_vector(s: Scene, x: Any, y: Tensor) -> Tensor:
     """Gradients as one vector, and back."""
-    s.clear()
-    loss = s.loss(x, y)
-    loss.backward()
+    loss = s.went_back(x, y)
     ps = [p for p in s.params() if p.grad is not None]
     vector = torch.cat([p.grad.flatten() for p in ps])
     vector = vector / (1 + vector.abs().max())

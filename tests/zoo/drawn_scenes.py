@@ -144,6 +144,13 @@ class Scene:
         """The loss of this step, not gone back."""
         return LOSSES[self.losses[self.step % 2]](self, x, y)
 
+    def went_back(self, x: Any, y: Tensor) -> Tensor:
+        """The loss of this step, gone back; its gradients are all that there are."""
+        self.clear()
+        loss = self.loss(x, y)
+        loss.backward()
+        return loss
+
     def clear(self) -> None:
         """No gradients."""
         for optimizer in self.optims:

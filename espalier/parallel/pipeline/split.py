@@ -67,7 +67,6 @@ class StageProgram:
         result: shape and dtype of the tensors in the model's output, of the last stage.
         uses: names of the parameters and buffers that it uses.
         steps: what it calls, in order.
-        mark: how what it does that on, and what it sends, comes about (see :func:`marked`).
         batch_values: values of the batch, by their numbers.
         inner: the modules in it.
         is_opaque: whether it has some that could not be looked into.
@@ -86,7 +85,6 @@ class StageProgram:
         self._written = divided.written_in(number) if number else set()
         self._body = divided.body(number)
         self.steps = self._body.steps
-        self.mark = marked(self._body, self._in, self._out)
         self.is_again = any(step.again for step in self.steps)
         self.batch_values = frozenset(
             source.number for source in self._body.sources if source.kind == "batch"
@@ -268,7 +266,8 @@ class Split:
             done = ", ".join(step.name for step in stage.steps if not step.is_local)
             sent = ", ".join(value.name for value in stage.outputs)
             found.append(f"stage {stage.number} does {done} and sends {sent or 'nothing'}")
-            found.append(f"what stage {stage.number} does that on comes about as {stage.mark}")
+            mark = marked(stage._body, stage._in, stage._out)
+            found.append(f"what stage {stage.number} does that on comes about as {mark}")
         found += [f"the forward sets {'.'.join(filter(None, place))}" for place in sorted(self.sets)]
         found += [f"the forward writes to {name}" for name in sorted(self.writes)]
         return [*found, f"dice in stage {self.dice}", f"something is remembered: {self.remembers}"]
