@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from espalier.comm.custom_ops import observed
 from espalier.comm.functions import OwnFunction
 from espalier.device import has_triton, on_device_of
 from espalier.layout import Layout, local_box
-from espalier.tensor.random import Key, addends, in_single
+from espalier.tensor.random import Key, halves, threshold
 from espalier.torch_private import FakeTensor, getter, method, open_transform
 
 _BLOCK = 1024  # elements of a dropout that one program takes
@@ -27,6 +28,8 @@ _DIMS = 4  # that it can tell apart
 # the widest heads of attention, whose tiles fit into the memory (99 KiB) of the smallest units from 8.0 on
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 _ALIGNED = 16  # bytes: what begins there is read in whole vectors
+_LOW = 1 << 32  # numbers below have no upper half
+_PLACES = 1 << 31  # elements that 32 bits tell apart with all that a program may add
 _TILE = 16  # the least side of a product of tiles
 # the C functions themselves: this is the way of every call
 _address, _stride = method("data_ptr"), method("stride")
@@ -98,11 +101,9 @@ def launch(
     """
     if 0 in grid:
         return
-    first, second = key
-    narrow = -(1 << 31) <= first < 1 << 31, -(1 << 31) <= second < 1 << 31
     looks = [address % _ALIGNED for address in map(_address, tensors)]
     device = _device(tensors[0])
-    held = _compiled(name, device, *map(_dtype, tensors), *looks, narrow, numbers, *constants.values())
+    held = _compiled(name, device, *map(_dtype, tensors), *looks, numbers, *constants.values())
     with on_device_of(tensors[0]):
         if held.is_known:
             held.start(grid, (*tensors, *key, *numbers, *held.fixed))
@@ -120,8 +121,8 @@ class Drawn(NamedTuple):
     """What elements are dropped by.
 
     Attributes:
-        first, second: of the key, see :func:`espalier.tensor.random.addends`.
-        threshold: of the hash's upper 24 bits, from which on an element stays.
+        first, second: of the key, see :func:`espalier.tensor.random.halves`.
+        threshold: see :func:`espalier.tensor.random.threshold`.
     """
 
     first: int
@@ -130,15 +131,10 @@ class Drawn(NamedTuple):
 
     @classmethod
     def of(cls, key: int, p: float) -> Drawn:
-        """By a key, with probability p; as ``uniform(..., float32) >= p``."""
-        first, second = addends(key)
+        """By a key, with probability p; as :func:`espalier.tensor.random.kept`."""
+        first, second = halves(key)
         assert isinstance(first, int) and isinstance(second, int)
-        return cls(first, second, _threshold(p))
-
-
-@lru_cache(maxsize=64)
-def _threshold(p: float) -> int:
-    return math.ceil(in_single(p) * (1 << 24))
+        return cls(first, second, threshold(p))
 
 
 @lru_cache(maxsize=64)
@@ -155,12 +151,14 @@ class Numbering(NamedTuple):
         base: that of the first.
         dims: how many dims can be told apart.
         steps: sizes from the inside out but for the outermost dim's, and steps, of ``_DIMS`` dims.
+        wide: whether 32 bits are too few for them.
     """
 
     sizes: tuple[int, ...]
     base: int
     dims: int
     steps: tuple[int, ...]
+    wide: bool
 
     @classmethod
     def of(cls, sizes: Sequence[int], base: int, along: Sequence[int]) -> Numbering | None:
@@ -177,7 +175,8 @@ class Numbering(NamedTuple):
         dims = dims or [(1, 1)]
         dims += [(1, 0)] * (_DIMS - count)
         steps = [n for n, _ in dims[:-1]] + [step for _, step in dims]
-        return cls(tuple(sizes), base, count, tuple(steps))
+        wide = base + sum((n - 1) * step for n, step in dims) >= _LOW or math.prod(sizes) >= _PLACES
+        return cls(tuple(sizes), base, count, tuple(steps), wide)
 
 
 @lru_cache(maxsize=4096)
@@ -234,9 +233,8 @@ def _drop(x: torch.Tensor, drawn: Drawn, scale: float, numbering: Numbering, inp
     out = x if inplace else torch.empty_like(given)
     count = given.numel()
     numbers = count, drawn.threshold, _bits_of(scale), numbering.base, *numbering.steps
-    launch(
-        "drop", (-(-count // _BLOCK),), (given, out), drawn[:2], numbers, DIMS=numbering.dims, BLOCK=_BLOCK
-    )
+    constants = {"DIMS": numbering.dims, "WIDE": numbering.wide, "BLOCK": _BLOCK}
+    launch("drop", (-(-count // _BLOCK),), (given, out), drawn[:2], numbers, **constants)
     return out
 
 
@@ -293,18 +291,20 @@ class _Call:
         self, q: _Lies, k: _Lies, v: _Lies, bias: tuple[int, ...], kind: str, ahead: int | None,
         scale: float, drops: Dropout | None, dtype: torch.dtype,
     ) -> None:  # fmt: skip
+        (batch, heads, rows, d), (_, groups, columns, e) = q.shape, v.shape
         drawn: tuple[float, ...] = (0, 1.0, 0, 0, 0, 0)
+        end = 0
         if drops is not None:
             factor = 0.0 if drops.p == 1 else 1 / (1 - drops.p)
-            drawn = (_threshold(drops.p), factor, drops.base, *drops.steps)
-        (batch, heads, rows, d), (_, groups, columns, e) = q.shape, v.shape
+            drawn = (threshold(drops.p), factor, drops.base, *drops.steps)
+            end = drops.base + columns + sum(map(mul, (batch, heads, rows), drops.steps))
         self._numbers = heads, heads // max(groups, 1), rows, columns, scale, ahead or 0, *drawn
         self._strides = *q.stride[:3], *k.stride[:3], *v.stride[:3], *bias
         padded = [max(_TILE, 1 << (n - 1).bit_length()) for n in (d, e)]
         self._row = max(padded) * dtype.itemsize  # bytes: they limit how many rows are taken at once
         self._constants = {
             "D": d, "E": e, "DP": padded[0], "EP": padded[1],
-            "BIAS": kind, "CAUSAL": ahead is not None, "DROPS": drops is not None,
+            "BIAS": kind, "CAUSAL": ahead is not None, "DROPS": drops is not None, "WIDE": end >= _LOW,
             "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
         }  # fmt: skip
         self._tiles = {"M": (batch * heads, rows), "N": (batch * groups, columns)}

@@ -7,7 +7,8 @@ index. So values are the same under any layout and any number of ranks, on CPU a
 
 The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over a Weyl sequence,
 with half of the key added between its rounds, so that the streams of two keys are not shifted
-copies of each other.
+copies of each other. What dropout keeps (:func:`kept`) is told by one of 32 bits, made alike: devices
+multiply these in one instruction, and it is drawn for each weight of attention.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ WEYL = _signed(0x9E3779B97F4A7C15)
 _STEP = _signed(0x2545F4914F6CDD1D * pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 MIX1 = _signed(0xBF58476D1CE4E5B9)
 MIX2 = _signed(0x94D049BB133111EB)
+# of 32 bits, with Wellons' method of looking for such (https://github.com/skeeto/hash-prospector)
+HALF_WEYL, HALF_MIX1, HALF_MIX2, HIGH = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -67,18 +70,18 @@ def draw_key(mesh: Mesh, generator: torch.Generator | None = None) -> Key:
     return shared_draw(mesh, generator)
 
 
-def element_index(layout: Layout, device: torch.device) -> torch.Tensor:
-    """The flat global index (row-major, int64) of each element of this rank's box."""
+def element_index(layout: Layout, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """The flat global index (row-major) of each element of this rank's box."""
     box = local_box(layout)
     if all(n == full for n, full in zip(box.sizes[1:], layout.shape[1:], strict=True)):
         start = box.offsets[0] * layout.stride[0] if box.offsets else 0
-        return torch.arange(start, start + math.prod(box.sizes), device=device).view(box.sizes)
-    total = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.arange(start, start + math.prod(box.sizes), dtype=dtype, device=device).view(box.sizes)
+    total = torch.zeros((), dtype=dtype, device=device)
     for d, (start, n, step) in enumerate(zip(box.offsets, box.sizes, layout.stride, strict=True)):
         along = (
-            torch.arange(start * step, (start + n) * step, step, device=device)
+            torch.arange(start * step, (start + n) * step, step, dtype=dtype, device=device)
             if n
-            else torch.empty(0, dtype=torch.int64, device=device)
+            else torch.empty(0, dtype=dtype, device=device)
         )
         total = total + along.view([-1 if i == d else 1 for i in range(len(box.sizes))])
     return total.contiguous()
@@ -97,6 +100,51 @@ def bits(index: torch.Tensor, key: Key) -> torch.Tensor:
     x = _xor_shift(x, 30).mul_(MIX1).add_(second)
     x = _xor_shift(x, 27).mul_(MIX2)
     return _xor_shift(x, 31)
+
+
+def halves(key: Key) -> tuple[Key, Key]:
+    """As :func:`addends`, of the hash of 32 bits, as int32 counts."""
+    first, second = addends(key)
+    # the upper halves, of which the second's every bit is made of all of the key's
+    return first >> 32, _times(second ^ (second >> 29), MIX2) >> 32
+
+
+def threshold(p: float) -> int:
+    """From which hash of 32 bits on, as int32 counts, dropout with probability p keeps an element."""
+    return min((math.ceil(in_single(p) * (1 << 24)) << 8) - (1 << 31), (1 << 31) - 1)
+
+
+def _narrow(value: Key) -> Key:
+    """A number modulo 2^32, as int32 counts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.int32)
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _kept(low: torch.Tensor, high: torch.Tensor | None, key: Key, p: float) -> torch.Tensor:
+    """Which elements are kept, by the halves of their global indices (int32); ``low`` is overwritten."""
+    first, second = halves(key)
+    x = low.add_(_narrow(first))
+    if high is not None:
+        between = high * _narrow(HIGH)
+        x.add_(between)
+        second = between.add_(_narrow(second))
+    x = x.mul_(_narrow(HALF_WEYL))
+    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(HALF_MIX1).add_(_narrow(second))
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_narrow(HALF_MIX2)).add_(-(1 << 31))
+    return x >= threshold(p)
+
+
+def kept_at(index: torch.Tensor, key: Key, p: float) -> torch.Tensor:
+    """Which elements of these flat global indices (int64) a dropout keeps that drops with probability p."""
+    return _kept(index.to(torch.int32), (index >> 32).to(torch.int32), key, p)
+
+
+def kept(layout: Layout, key: Key, p: float, device: torch.device) -> torch.Tensor:
+    """Which elements of this rank's part a dropout keeps that drops with probability p."""
+    if math.prod(layout.shape) >= 1 << 31:
+        return kept_at(_unfollowed(element_index(layout, device)), key, p)
+    return _kept(_unfollowed(element_index(layout, device, torch.int32)), None, key, p)
 
 
 def in_single(x: float) -> float:

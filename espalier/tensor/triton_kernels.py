@@ -1,7 +1,7 @@
 """Kernels in Triton: dropout in one pass, and attention with dropout or a mask that never holds its scores.
 
-What is dropped is told by the hash of :mod:`espalier.tensor.random`, bit for bit, of an element's global
-number. So nothing is kept for the backward pass, and values are those of the plain operations.
+What is dropped is told by the hash of :func:`espalier.tensor.random.kept`, bit for bit, of an element's
+global number. So nothing is kept for the backward pass, and values are those of the plain operations.
 
 Triton takes no types of parameters but ``tl.constexpr``. Loaded by :mod:`espalier.tensor.fused_kernels`
 alone, and only where there is Triton.
@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from espalier.tensor.random import MIX1, MIX2, WEYL
+from espalier.tensor.random import HALF_MIX1, HALF_MIX2, HALF_WEYL, HIGH
 
-_WEYL, _MIX1, _MIX2 = tl.constexpr(WEYL), tl.constexpr(MIX1), tl.constexpr(MIX2)
+_WEYL, _HIGH = tl.constexpr(HALF_WEYL), tl.constexpr(HIGH)
+_MIX1, _MIX2 = tl.constexpr(HALF_MIX1), tl.constexpr(HALF_MIX2)
 _LOG2E = tl.constexpr(1.4426950408889634)  # devices know powers of two: scores are taken times this
 # what no compiled kernel hangs on; ``first`` and ``second``, of the key, change from call to call
 _VARYING = ["first", "second", "threshold", "scale", "base"]
@@ -22,48 +23,58 @@ _SIZES = ["rows", "columns", "ahead"]
 
 
 @triton.jit
-def stays(x, second, threshold):
-    """Whether elements stay, by their numbers plus what the key adds, times WEYL (int64).
+def _kept(number, column, first, second, threshold, WIDE: tl.constexpr):
+    """Whether elements stay, by the sum of two numbers (int64, int32).
 
-    They do where the top 24 bits of the hash reach a number. What its last step adds to these is nothing.
+    WIDE: it may reach 2^32. Else the parts of the hash's first product, which is that of a sum, are made of
+    one and the other number alone: of a tile's rows and columns.
     """
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1 + second
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
-    return ((x >> 40) & 0xFFFFFF).to(tl.int32) >= threshold
+    if WIDE:
+        sums = number + column.to(tl.int64)
+        high = (sums >> 32).to(tl.uint32) * _HIGH
+        x = (sums.to(tl.uint32) + first.to(tl.uint32) + high) * _WEYL
+        between = high + second.to(tl.uint32)
+    else:
+        x = (number.to(tl.uint32) + first.to(tl.uint32)) * _WEYL + column.to(tl.uint32) * _WEYL
+        between = second.to(tl.uint32)
+    x = (x ^ (x >> 16)) * _MIX1 + between
+    x = (x ^ (x >> 15)) * _MIX2 + 0x80000000
+    return x.to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def drop(
     x, out, first, second, numel, threshold, scale, base,
     size1, size2, size3, step0, step1, step2, step3,
-    DIMS: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = x times 0 or a scale (the bits of a float64).
 
     An element's global number is ``base`` and, for each of ``DIMS`` dims from the inside out, its place
-    times a step.
+    times a step. WIDE: it may reach 2^32, or places 2^31.
     """
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = place < numel
-    index = base.to(tl.int64) + tl.zeros_like(place)
+    whole: tl.constexpr = tl.int64 if WIDE else tl.uint32
+    place = tl.program_id(0).to(whole) * BLOCK + tl.arange(0, BLOCK).to(whole)
+    there = place < tl.cast(numel, whole)
+    index = base.to(whole) + tl.zeros_like(place)
     rest = place
     if DIMS > 1:
-        index += rest % size1 * step0
-        rest = rest // size1
+        index += rest % tl.cast(size1, whole) * tl.cast(step0, whole)
+        rest = rest // tl.cast(size1, whole)
         if DIMS > 2:
-            index += rest % size2 * step1
-            rest = rest // size2
+            index += rest % tl.cast(size2, whole) * tl.cast(step1, whole)
+            rest = rest // tl.cast(size2, whole)
             if DIMS > 3:
-                index += rest % size3 * step2
-                rest = rest // size3
-                index += rest * step3
+                index += rest % tl.cast(size3, whole) * tl.cast(step2, whole)
+                rest = rest // tl.cast(size3, whole)
+                index += rest * tl.cast(step3, whole)
             else:
-                index += rest * step2
+                index += rest * tl.cast(step2, whole)
         else:
-            index += rest * step1
+            index += rest * tl.cast(step1, whole)
     else:
-        index += rest * step0
-    kept = stays((index + first.to(tl.int64)) * _WEYL, second.to(tl.int64), threshold)
+        index += rest * tl.cast(step0, whole)
+    kept = _kept(index, tl.zeros_like(place), first, second, threshold, WIDE)
     value = tl.load(x + place, mask=there, other=0.0)
     factor = scale.to(tl.int64).to(tl.float64, bitcast=True)
     if value.dtype == tl.float64:
@@ -129,11 +140,11 @@ def _put(
 
 @triton.jit
 def _attended(
-    most, total, sums, queries, k, v, bias, begin, stop, row, number, second, threshold,
+    most, total, sums, queries, k, v, bias, begin, stop, row, number, first, second, threshold,
     k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What queries make of some of their keys: the highest score, the sum of weights, that of values."""
     for place in range(begin, stop, N):
@@ -151,8 +162,8 @@ def _attended(
         before = tl.exp2(most - level)
         total = total * before + tl.sum(weights, 1)
         if DROPS:
-            numbers = number[:, None] + (column.to(tl.int64) * _WEYL)[None, :]
-            weights = tl.where(stays(numbers, second, threshold), weights, 0.0)
+            kept = _kept(number[:, None], column[None, :], first, second, threshold, WIDE)
+            weights = tl.where(kept, weights, 0.0)
         values = _tile(v, place, columns, v_row, N, E, EP, EDGE)
         sums = sums * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
         most = higher
@@ -177,7 +188,8 @@ def attend(
     out_batch, out_head, out_row, heads, times, rows, columns, factor, ahead,
     threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [b, h, s, e] and lse [b, h, s] of M queries of one head (Dao et al., 2022)."""
     begin, batch, head = tl.program_id(1) * M, tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -186,22 +198,21 @@ def attend(
     k += batch * k_batch + head // times * k_head
     v += batch * v_batch + head // times * v_head
     bias += batch * bias_batch + head * bias_head
-    start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
-    number = (start + row.to(tl.int64) * of_row) * _WEYL
+    number = base.to(tl.int64) + batch * of_batch + head * of_head + row.to(tl.int64) * of_row
     queries = _tile(q + batch * q_batch + head * q_head, begin, rows, q_row, M, D, DP, True)
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, EP], tl.float32)
     whole, stop = _bounds(begin, columns, ahead, M, N, CAUSAL)
     most, total, sums = _attended(
-        most, total, sums, queries, k, v, bias, 0, whole, row, number, second.to(tl.int64), threshold,
+        most, total, sums, queries, k, v, bias, 0, whole, row, number, first, second, threshold,
         k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
-        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, PRECISION,
+        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
     most, total, sums = _attended(
-        most, total, sums, queries, k, v, bias, whole, stop, row, number, second.to(tl.int64), threshold,
+        most, total, sums, queries, k, v, bias, whole, stop, row, number, first, second, threshold,
         k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
-        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, PRECISION,
+        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
     some = tl.where(total == 0.0, 1.0, total)
     if DROPS:
@@ -214,11 +225,11 @@ def attend(
 
 @triton.jit
 def _back_to_queries(
-    sums, queries, came, level, less, k, v, bias, begin, stop, row, number, second, threshold, scale,
+    sums, queries, came, level, less, k, v, bias, begin, stop, row, number, first, second, threshold, scale,
     k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The part of some keys in the gradients of queries."""
     for place in range(begin, stop, N):
@@ -231,8 +242,8 @@ def _back_to_queries(
         )  # fmt: skip
         moved = tl.dot(came, tl.trans(values), input_precision=PRECISION)
         if DROPS:
-            numbers = number[:, None] + (column.to(tl.int64) * _WEYL)[None, :]
-            moved = tl.where(stays(numbers, second, threshold), moved * scale, 0.0)
+            kept = _kept(number[:, None], column[None, :], first, second, threshold, WIDE)
+            moved = tl.where(kept, moved * scale, 0.0)
         of_scores = tl.exp2(scores - level[:, None]) * (moved - less[:, None])
         sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
     return sums
@@ -247,7 +258,8 @@ def attend_back_queries(
     heads, times, rows, columns, factor, ahead,
     threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of M queries of one head; and delta [b, h, s], the sum of grad times out.
 
@@ -260,8 +272,7 @@ def attend_back_queries(
     v += batch * v_batch + head // times * v_head
     bias += batch * bias_batch + head * bias_head
     line = (batch * heads + head) * rows
-    start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
-    number = (start + row.to(tl.int64) * of_row) * _WEYL
+    number = base.to(tl.int64) + batch * of_batch + head * of_head + row.to(tl.int64) * of_row
     queries = _tile(q + batch * q_batch + head * q_head, begin, rows, q_row, M, D, DP, True)
     came = _tile(grad + batch * grad_batch + head * grad_head, begin, rows, grad_row, M, E, EP, True)
     gave = _tile(out + batch * out_batch + head * out_head, begin, rows, out_row, M, E, EP, True)
@@ -272,25 +283,25 @@ def attend_back_queries(
     sums = tl.zeros([M, DP], tl.float32)
     whole, stop = _bounds(begin, columns, ahead, M, N, CAUSAL)
     sums = _back_to_queries(
-        sums, queries, came, level, less, k, v, bias, 0, whole, row, number, second.to(tl.int64), threshold,
+        sums, queries, came, level, less, k, v, bias, 0, whole, row, number, first, second, threshold,
         scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
-        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, PRECISION,
+        D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
     sums = _back_to_queries(
-        sums, queries, came, level, less, k, v, bias, whole, stop, row, number, second.to(tl.int64),
+        sums, queries, came, level, less, k, v, bias, whole, stop, row, number, first, second,
         threshold, scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
-        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, PRECISION,
+        D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
     _put(dq + batch * dq_batch + head * dq_head, sums * factor, begin, rows, dq_row, M, D, DP)
 
 
 @triton.jit
 def _back_to_keys(
-    of_keys, of_values, keys, values, q, grad, lse, delta, bias, begin, stop, column, start, second,
+    of_keys, of_values, keys, values, q, grad, lse, delta, bias, begin, stop, column, start, first, second,
     threshold, scale, q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The part of some queries in the gradients of keys and values; scores lie [keys, queries]."""
     for place in range(begin, stop, M):
@@ -310,8 +321,8 @@ def _back_to_keys(
         moved = tl.dot(values, tl.trans(came), input_precision=PRECISION)
         used = weights
         if DROPS:
-            numbers = ((start + row.to(tl.int64) * of_row) * _WEYL)[None, :]
-            kept = stays(numbers + (column.to(tl.int64) * _WEYL)[:, None], second, threshold)
+            number = start + row.to(tl.int64) * of_row
+            kept = _kept(number[None, :], column[:, None], first, second, threshold, WIDE)
             used = tl.where(kept, weights, 0.0)
             moved = tl.where(kept, moved * scale, 0.0)
         of_values += tl.dot(used.to(came.dtype), came, input_precision=PRECISION)
@@ -329,7 +340,8 @@ def attend_back_keys(
     heads, times, rows, columns, factor, ahead,
     threshold, scale, base, of_batch, of_head, of_row,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of N keys and values of one head, from all queries that it serves; needs delta."""
     groups = heads // times
@@ -348,7 +360,7 @@ def attend_back_keys(
     for turn in range(times):
         head = group * times + turn
         line = (batch * heads + head) * rows
-        start = base.to(tl.int64) + batch * of_batch + head * of_head + first.to(tl.int64)
+        start = base.to(tl.int64) + batch * of_batch + head * of_head
         of_head_q, of_head_grad = (
             q + batch * q_batch + head * q_head,
             grad + batch * grad_batch + head * grad_head,
@@ -357,21 +369,21 @@ def attend_back_keys(
         if CAUSAL:
             of_keys, of_values = _back_to_keys(
                 of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-                of_head_bias, one, two, column, start, second.to(tl.int64), threshold, scale,
+                of_head_bias, one, two, column, start, first, second, threshold, scale,
                 q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
-                D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, PRECISION,
+                D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
             )  # fmt: skip
         of_keys, of_values = _back_to_keys(
             of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-            of_head_bias, two, three, column, start, second.to(tl.int64), threshold, scale,
+            of_head_bias, two, three, column, start, first, second, threshold, scale,
             q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
-            D, E, DP, EP, M, False, BIAS, CAUSAL, DROPS, PRECISION,
+            D, E, DP, EP, M, False, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
         )  # fmt: skip
         of_keys, of_values = _back_to_keys(
             of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-            of_head_bias, three, rows, column, start, second.to(tl.int64), threshold, scale,
+            of_head_bias, three, rows, column, start, first, second, threshold, scale,
             q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
-            D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, PRECISION,
+            D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     if DROPS:
         of_values *= scale

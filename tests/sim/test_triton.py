@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import espalier
 from espalier import Mesh, Replicate, Shard
 from espalier.tensor import fused_kernels
-from espalier.tensor.random import uniform_at
+from espalier.tensor.random import kept_at
 from espalier.tensor.rules import attention_blocks
 from tests.sim.transport import Shared
 
@@ -135,6 +135,28 @@ def test_dropout_in_place_and_its_second_gradient(on_sim: Callable[..., list[Any
         assert launched == ["drop"] * 2 and same and right
 
 
+def far(shared: Shared, rank: int, world: int) -> list[bool]:
+    """Whether elements are kept as plainly, of numbers that reach 2^32."""
+    same = []
+    for sizes, steps in (((40, 50), (1 << 31, 3)), ((2, 3, 4, 50), (1 << 34, 5000, 70, 1))):
+        base = (1 << 32) - 77
+        numbering = fused_kernels.Numbering.of(sizes, base, steps)
+        assert numbering is not None and numbering.wide
+        index = torch.full(sizes, base)
+        for dim, (n, step) in enumerate(zip(sizes, steps, strict=True)):
+            index += (torch.arange(n) * step).view(-1, *[1] * (len(sizes) - dim - 1))
+        drawn = fused_kernels.Drawn.of(12345678901234, 0.3)
+        with launching(shared):
+            out: Any = fused_kernels._apply(torch.ones(sizes, device="sim"), drawn, 1.0, numbering, False)
+        same.append(torch.equal(out.cpu() != 0, kept_at(index, 12345678901234, 0.3)))
+    return same
+
+
+@pytest.mark.world(1)
+def test_dropout_of_numbers_beyond_32_bits(on_sim: Callable[..., list[Any]]) -> None:
+    assert on_sim(1, far) == [[True, True]]
+
+
 SHAPES = (2, 4, 48, 16), (2, 2, 48, 16), (2, 2, 48, 16)
 MASK = torch.arange(48).unsqueeze(1) - torch.arange(48)  # rows after columns
 MASKS = {
@@ -238,13 +260,15 @@ def blocks(shared: Shared, rank: int, world: int, dtype: torch.dtype) -> list[An
         *((None, ahead, p) for ahead in (0, 9, -20) for p in (0.0, 0.3)),
     ):
         bias_on = None if bias is None else bias.to("sim")
-        drops = fused_kernels.Dropout(-(10**15), 77, (2 * h * s * t, s * t, t), p) if p else None
+        # with masks numbers stay below 2^32, else they reach it within a row of the second head
+        base = 77 if ahead is None else (1 << 32) - s * t - 9
+        drops = fused_kernels.Dropout(-(10**15), base, (2 * h * s * t, s * t, t), p) if p else None
         factors = None
         if drops is not None:
             place: Any = sum(n.view(-1, *[1] * i) * step for i, n, step in zip(
                 (3, 2, 1, 0), map(torch.arange, (b, h, s, t)), (*drops.steps, 1), strict=True
             ))  # fmt: skip
-            kept = uniform_at(place + drops.base, drops.key, torch.float32) >= p
+            kept = kept_at(place + drops.base, drops.key, p)
             factors = Factors((kept / (1 - p)).to("sim"))
         keep: Any = factors
         whole = q.float(), k.float(), v.float()

@@ -21,7 +21,7 @@ from espalier.device import has_efficient_attention, has_flash_attention
 from espalier.layout import Layout, local_box
 from espalier.mesh import Mesh
 from espalier.tensor import fused_kernels
-from espalier.tensor.random import Key, uniform_at
+from espalier.tensor.random import Key, kept_at
 
 _OPS = torch.ops.aten
 _CPU: Any = getattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -346,7 +346,7 @@ class Kept(NamedTuple):
         index = torch.zeros((), dtype=torch.int64, device=device)
         for d, (along, step) in enumerate(zip(indices, way.weights.stride, strict=True)):
             index = index + (along * step).view([-1 if i == d else 1 for i in range(len(indices))])
-        kept = uniform_at(index.contiguous(), self.key, torch.float32) >= way.dropout
+        kept = kept_at(index, self.key, way.dropout)
         scale = 0.0 if way.dropout == 1 else 1 / (1 - way.dropout)
         return (kept.to(wide(like.dtype)) * scale).reshape(like.shape[0], like.shape[1], *kept.shape[-2:])
 

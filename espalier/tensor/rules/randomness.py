@@ -24,7 +24,7 @@ from espalier.sharding.spec import (
     rule_with,
 )
 from espalier.tensor import fused_kernels
-from espalier.tensor.random import draw_key, integers, normal, uniform
+from espalier.tensor.random import draw_key, integers, kept, normal, uniform
 from espalier.tensor.rules.pointwise import letters, operands_in
 
 
@@ -60,14 +60,14 @@ def dropped(x: torch.Tensor, placed: Placed, p: float, inplace: bool = False) ->
     Where there is a kernel of our own for it nothing is saved but the key.
     """
     if p == 1:
-        kept, scale = x.new_zeros(x.shape, dtype=torch.bool), 1.0
+        mask, scale = x.new_zeros(x.shape, dtype=torch.bool), 1.0
     else:
         key = draw_key(placed.mesh)
         by_kernel = fused_kernels.dropped(x, placed.outs[0], key, p, inplace)
         if by_kernel is not None:
             return by_kernel
-        kept, scale = uniform(placed.outs[0], key, torch.float32, x.device) >= p, 1 / (1 - p)
-    return (x.mul_(kept) if inplace else x * kept).mul_(scale)
+        mask, scale = kept(placed.outs[0], key, p, x.device), 1 / (1 - p)
+    return (x.mul_(mask) if inplace else x * mask).mul_(scale)
 
 
 def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def keep_mask(placed: Placed, p: float, like: torch.Tensor) -> torch.Tensor:
     if p == 1:
         return torch.zeros_like(like)
     lay = placed.outs[0]
-    return (uniform(lay, draw_key(placed.mesh), torch.float32, like.device) >= p).to(like.dtype).div_(1 - p)
+    return kept(lay, draw_key(placed.mesh), p, like.device).to(like.dtype).div_(1 - p)
 
 
 def _features(placed: Placed) -> Placed:
@@ -102,10 +102,10 @@ def _dropping(features: bool, alpha: bool) -> Callable[..., Spec]:
         mask = keep_mask(noted, p, x.new_empty(noted.outs[0].local_shape))
         if not alpha:
             return x * mask
-        kept, low = mask * (1 - p), -1.7580993408473766  # what SELU tends to, far below zero
+        ones, low = mask * (1 - p), -1.7580993408473766  # what SELU tends to, far below zero
         scale = 1 / math.sqrt((low * low * p + 1) * (1 - p))
-        shift = (1 - kept - p) * (low * scale)
-        return x * (kept * scale) + shift
+        shift = (1 - ones - p) * (low * scale)
+        return x * (ones * scale) + shift
 
     def rule(input: Operand, p: float, train: bool) -> Spec:
         dims = input.dims()
