@@ -225,7 +225,7 @@ def attend(
 
 @triton.jit
 def _back_to_queries(
-    sums, queries, came, level, less, k, v, bias, begin, stop, row, number, first, second, threshold, scale,
+    sums, queries, came, level, less, k, v, bias, begin, stop, row, number, first, second, threshold,
     k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
@@ -240,11 +240,13 @@ def _back_to_queries(
             queries, keys, bias, row[:, None], column[None, :], rows, columns, factor, ahead, bias_row,
             bias_column, EDGE, BIAS, CAUSAL, PRECISION,
         )  # fmt: skip
+        weights = tl.exp2(scores - level[:, None])
+        used = weights
         moved = tl.dot(came, tl.trans(values), input_precision=PRECISION)
         if DROPS:
             kept = _kept(number[:, None], column[None, :], first, second, threshold, WIDE)
-            moved = tl.where(kept, moved * scale, 0.0)
-        of_scores = tl.exp2(scores - level[:, None]) * (moved - less[:, None])
+            used = tl.where(kept, weights, 0.0)
+        of_scores = used * moved - weights * less[:, None]
         sums += tl.dot(of_scores.to(keys.dtype), keys, input_precision=PRECISION)
     return sums
 
@@ -263,7 +265,7 @@ def attend_back_queries(
 ):  # fmt: skip
     """Gradients of M queries of one head; and delta [b, h, s], the sum of grad times out.
 
-    lse and delta lie row behind row.
+    lse and delta lie row behind row. What is kept is taken times ``scale`` at the end; delta is less by it.
     """
     begin, batch, head = tl.program_id(1) * M, tl.program_id(0) // heads, tl.program_id(0) % heads
     batch, head = batch.to(tl.int64), head.to(tl.int64)
@@ -277,6 +279,7 @@ def attend_back_queries(
     came = _tile(grad + batch * grad_batch + head * grad_head, begin, rows, grad_row, M, E, EP, True)
     gave = _tile(out + batch * out_batch + head * out_head, begin, rows, out_row, M, E, EP, True)
     less = tl.sum(came.to(tl.float32) * gave.to(tl.float32), 1)
+    less = tl.where(scale == 0.0, 0.0, less / scale)
     tl.store(delta + line + row, less, mask=row < rows)
     level = tl.load(lse + line + row, mask=row < rows, other=0.0) * _LOG2E
     came = came.to(queries.dtype)
@@ -284,21 +287,21 @@ def attend_back_queries(
     whole, stop = _bounds(begin, columns, ahead, M, N, CAUSAL)
     sums = _back_to_queries(
         sums, queries, came, level, less, k, v, bias, 0, whole, row, number, first, second, threshold,
-        scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
         D, E, DP, EP, N, False, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
     sums = _back_to_queries(
         sums, queries, came, level, less, k, v, bias, whole, stop, row, number, first, second,
-        threshold, scale, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
+        threshold, k_row, v_row, bias_row, bias_column, rows, columns, factor, ahead,
         D, E, DP, EP, N, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
     )  # fmt: skip
-    _put(dq + batch * dq_batch + head * dq_head, sums * factor, begin, rows, dq_row, M, D, DP)
+    _put(dq + batch * dq_batch + head * dq_head, sums * (factor * scale), begin, rows, dq_row, M, D, DP)
 
 
 @triton.jit
 def _back_to_keys(
     of_keys, of_values, keys, values, q, grad, lse, delta, bias, begin, stop, column, start, first, second,
-    threshold, scale, q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
+    threshold, q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -324,9 +327,8 @@ def _back_to_keys(
             number = start + row.to(tl.int64) * of_row
             kept = _kept(number[None, :], column[:, None], first, second, threshold, WIDE)
             used = tl.where(kept, weights, 0.0)
-            moved = tl.where(kept, moved * scale, 0.0)
         of_values += tl.dot(used.to(came.dtype), came, input_precision=PRECISION)
-        of_scores = weights * (moved - less[None, :])
+        of_scores = used * moved - weights * less[None, :]
         of_keys += tl.dot(of_scores.to(queries.dtype), queries, input_precision=PRECISION)
     return of_keys, of_values
 
@@ -369,23 +371,24 @@ def attend_back_keys(
         if CAUSAL:
             of_keys, of_values = _back_to_keys(
                 of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-                of_head_bias, one, two, column, start, first, second, threshold, scale,
+                of_head_bias, one, two, column, start, first, second, threshold,
                 q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
                 D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
             )  # fmt: skip
         of_keys, of_values = _back_to_keys(
             of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-            of_head_bias, two, three, column, start, first, second, threshold, scale,
+            of_head_bias, two, three, column, start, first, second, threshold,
             q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
             D, E, DP, EP, M, False, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
         )  # fmt: skip
         of_keys, of_values = _back_to_keys(
             of_keys, of_values, keys, values, of_head_q, of_head_grad, lse + line, delta + line,
-            of_head_bias, three, rows, column, start, first, second, threshold, scale,
+            of_head_bias, three, rows, column, start, first, second, threshold,
             q_row, grad_row, bias_row, bias_column, of_row, rows, columns, factor, ahead,
             D, E, DP, EP, M, True, BIAS, CAUSAL, DROPS, WIDE, PRECISION,
         )  # fmt: skip
-    if DROPS:
-        of_values *= scale
-    _put(dk + batch * dk_batch + group * dk_head, of_keys * factor, begin, columns, dk_row, N, D, DP)
+    of_values *= scale
+    _put(
+        dk + batch * dk_batch + group * dk_head, of_keys * (factor * scale), begin, columns, dk_row, N, D, DP
+    )
     _put(dv + batch * dv_batch + group * dv_head, of_values, begin, columns, dv_row, N, E, EP)
