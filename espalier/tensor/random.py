@@ -131,7 +131,7 @@ def _kept(low: torch.Tensor, high: torch.Tensor | None, key: Key, p: float) -> t
         second = between.add_(_narrow(second))
     x = x.mul_(_narrow(HALF_WEYL))
     x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(HALF_MIX1).add_(_narrow(second))
-    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_narrow(HALF_MIX2)).add_(-(1 << 31))
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_narrow(HALF_MIX2))
     return x >= threshold(p)
 
 

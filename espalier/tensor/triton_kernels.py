@@ -38,7 +38,7 @@ def _kept(number, column, first, second, threshold, WIDE: tl.constexpr):
         x = (number.to(tl.uint32) + first.to(tl.uint32)) * _WEYL + column.to(tl.uint32) * _WEYL
         between = second.to(tl.uint32)
     x = (x ^ (x >> 16)) * _MIX1 + between
-    x = (x ^ (x >> 15)) * _MIX2 + 0x80000000
+    x = (x ^ (x >> 15)) * _MIX2
     return x.to(tl.int32, bitcast=True) >= threshold
 
 

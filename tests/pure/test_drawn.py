@@ -24,7 +24,7 @@ def by_hand(index: int, key: int, p: float) -> bool:
     x = (index + first + high) * 0x9E3779B1 & narrow
     x = (x ^ x >> 16) * 0x21F0AAAD + second + high & narrow
     x = (x ^ x >> 15) * 0xD35A2D97 & narrow
-    return x >> 8 >= p * (1 << 24)
+    return ((x ^ 1 << 31) >> 8) >= p * (1 << 24)  # counted from minus 2^31 on
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -10,41 +10,11 @@ import torch
 
 from espalier.tensor import fused_kernels
 from tests.asked import left_to_sweeps
+from tests.compiled import compiled
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install triton")
 
 SMALLEST = 99 * 1024  # bytes that a program may share, on units from 8.0 on
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
-
-
-def compiled(name: str, args: tuple[Any, ...], constants: dict[str, Any], unit: int) -> Any:
-    """A kernel, compiled for a CUDA device."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from espalier.tensor import triton_kernels
-
-    kernel = getattr(triton_kernels, name)
-    options = {name: constants[name] for name in ("num_stages", "num_warps") if name in constants}
-    types = {}
-    for key, value in zip(kernel.arg_names, args, strict=False):
-        if isinstance(value, torch.Tensor):
-            types[key] = TYPES[value.dtype]
-        else:
-            wide = "i64" if abs(value) >= 1 << 31 else "i32"
-            types[key] = "fp32" if isinstance(value, float) else wide
-    # Triton takes ones as constants, as it does where it is asked to launch
-    ones = {
-        key: 1
-        for key, value in zip(kernel.arg_names, args, strict=False)
-        if type(value) is int and value == 1 and key not in kernel.do_not_specialize
-    }
-    fixed = {key: value for key, value in (constants | ones).items() if key in kernel.arg_names}
-    signature = {key: "constexpr" if key in fixed else types[key] for key in kernel.arg_names}
-    by_place = {(i,): fixed[key] for i, key in enumerate(kernel.arg_names) if key in fixed}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=by_place)
-    return triton.compile(source, target=GPUTarget("cuda", unit, 32), options=options)
 
 
 @pytest.mark.parametrize(
