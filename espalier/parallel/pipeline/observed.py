@@ -91,9 +91,10 @@ def _is_none(steps: Sequence[dis.Instruction]) -> bool:
     last = steps[-1]
     if last.opname == "LOAD_CONST":
         return last.argval is None
-    if last.opname != "CALL":
+    if last.opname not in ("CALL", "CALL_KW"):
         return False
-    missing = last.arg or 0  # arguments that are pushed before it
+    # arguments that are pushed before it, and, from Python 3.13 on, the names of those that have some
+    missing = (last.arg or 0) + (last.opname == "CALL_KW")
     rest = [*steps[:-1]]
     while rest and rest[-1].opname in ("PRECALL", "KW_NAMES"):
         del rest[-1]
