@@ -12,9 +12,12 @@ meaning; any other makes a mixture, so that nothing is guessed."""
 from __future__ import annotations
 
 import math
+import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,7 +33,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
-from espalier.tensor.observers import Go, Watcher, user_frame, watching
+from espalier.tensor.observers import Go, Watcher, is_of_program, user_frame, watching
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone, reduction_of
 from espalier.torch_private import raw
@@ -83,6 +86,7 @@ class Accumulation:
     def reset(self) -> None:
         """After a step."""
         self.done, self.closed, self._settled = 0, False, False
+        self._watcher.answers.clear()
         self._pending.clear()
         self._first: Number = None
         self.number: Number = None
@@ -145,7 +149,8 @@ class Accumulation:
     def followed(self) -> Followed | None:
         """The values of a forward pass that :meth:`counted` looks at."""
         looks = self.count is None and not self._adds
-        return Followed(self._watcher, _is_marked, mean_on_one_rank) if looks else None
+        watcher = self._watcher
+        return Followed(watcher, _is_marked, mean_on_one_rank, watcher.see_sized) if looks else None
 
     def check_open(self) -> None:
         """See that another micro-batch may follow.
@@ -298,6 +303,8 @@ class Accumulation:
                 reason = f"adds up means over {' and '.join(str(int(n)) for n in counts)} elements"
             elif mark is not None:
                 reason = f"comes from rows that met in {mark.of!r}"  # type: ignore[union-attr]
+                if mark.of in _COUNTS | _INTO:  # type: ignore[union-attr]
+                    reason += " (counts of each class: make them of the whole batch, and give them with it)"
             raise UnseenCountError(
                 "To average over micro-batches the engine must know how many elements the loss of each is a "
                 f"mean over, and cannot see it: this loss {reason}. Say it with initialize(..., count=...): "
@@ -309,6 +316,22 @@ class Accumulation:
         if isinstance(counts[0], torch.Tensor):
             return counts[0].to(device, torch.float64)
         return number_on(counts[0], device, torch.float64)
+
+
+def with_labels(batch: Any) -> Any:
+    """A batch whose labels are known for such: all but the first of a tuple, or what has their name."""
+    first, *labels = batch if isinstance(batch, tuple | list) and batch else [batch]
+    if isinstance(first, Mapping):
+        labels += [x for name, x in first.items() if re.search("label|target", str(name))]
+    for x in tensors_in(labels):
+        if type(x) is DTensor:
+            x.__dict__["_given"] = True
+    return batch
+
+
+def is_given(x: torch.Tensor) -> bool:
+    """Whether it is one of a batch's labels, or made of them alone."""
+    return "_given" in x.__dict__
 
 
 def _is_marked(x: torch.Tensor) -> bool:
@@ -377,6 +400,10 @@ _ROWS = frozenset(
 )
 _WEIGHTED = frozenset({F.mse_loss, F.l1_loss})  # by their weights a mean is divided too
 
+_OF_TENSORS = DTensor.item.__code__.co_filename
+# counts of all rows, which rows take again by their own values: weights of classes
+_COUNTS = frozenset("bincount histc histogram unique unique_consecutive".split())
+_INTO = frozenset("scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_".split())
 # what takes parts of a tensor by their places
 _PARTS = frozenset(
     getattr(place, name)
@@ -421,6 +448,7 @@ class Counting(Watcher):
     Attributes:
         rows: of a micro-batch.
         of_all: numbers that are the same for all micro-batches of a step.
+        answers: to what was asked of labels alone in this step, by the place in the program.
     """
 
     inside = traffic = False
@@ -428,12 +456,48 @@ class Counting(Watcher):
     def __init__(self, axes: tuple[int, ...], data: tuple[int, ...]) -> None:
         self._axes, self._data, self.rows = axes, data, 0
         self.of_all: list[torch.Tensor] = []
+        self.answers: dict[Any, Any] = {}
+
+    def see_sized(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Mark counts of rows that were not computed, in a run without data."""
+        name = getattr(func, "__name__", "")
+        rowed = any(type(x) is DTensor and (mark_of(x) or self._cut(x._layout)) for x in inputs)
+        for x in outputs if name in _COUNTS and rowed else ():
+            if type(x) is DTensor:
+                x.__dict__.setdefault("_mark", Mixture(name))
 
     def around(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], go: Go) -> Any:
         """Carry a call out and mark what comes of it."""
         if recording():
             return go()
         dtensors = list(_tensors(args)) + list(_tensors(kwargs.values())) if kwargs else list(_tensors(args))
+        out = self._marked(func, args, kwargs, go, dtensors)
+        if dtensors and all("_given" in x.__dict__ for x in dtensors):
+            self._follow_labels(func, out)
+        return out
+
+    def _follow_labels(self, func: Any, out: Any) -> None:
+        """Know what is made of labels alone, and tell of what Python makes of those of a micro-batch."""
+        for x in _tensors((out,)):
+            x.__dict__["_given"] = True
+            if mark_of(x) is not None and not x._layout.shape:
+                x.__dict__.setdefault("_when_asked", self.hear)
+        if getattr(func, "__name__", "").startswith("unique") and any(map(mark_of, _tensors((out,)))):
+            tell_of_labels(user_frame()[0])
+
+    def hear(self, answer: Any) -> None:
+        """Note what was asked of labels alone; where micro-batches answer otherwise, warn."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == _OF_TENSORS:
+            frame = frame.f_back
+        if frame is None or not is_of_program(frame):
+            return  # a rule asks: what comes of it is marked
+        if self.answers.setdefault((frame.f_code, frame.f_lasti), answer) != answer:
+            tell_of_labels(user_frame()[0])
+
+    def _marked(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Go, dtensors: list[DTensor]
+    ) -> Any:
         before = [x.__dict__.get("_mark") for x in dtensors]
         marked = any(before)
         mixed = next((m for m in before if type(m) is Mixture), None) if marked else None
@@ -538,6 +602,8 @@ class Counting(Watcher):
 def _of_rows(func: Any, name: str, args: Any, kwargs: Any, out: DTensor) -> Mark:
     """The mark of what a call makes of rows, where it is not cut into rows itself."""
     first = args[0] if args else kwargs.get("input")
+    if name in _COUNTS or (name in _INTO and out.ndim == 1):
+        return Mixture(name)
     if name in _ALONG and isinstance(first, DTensor):
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = dims if isinstance(dims, tuple | list) else (dims,)
@@ -682,7 +748,19 @@ def _combined(
     return Mixture(name)
 
 
-def _tell_of_turns() -> None:
+def tell_of_labels(level: int = 1) -> None:
+    """Warn of a loss that hangs on what the labels of a micro-batch are together."""
+    warnings.warn(
+        "The loss hangs on what Python was told of all labels of a micro-batch together (if (y == 1).any(): "
+        "...; y.sum().item(); y.unique()): each micro-batch goes by its own, and the whole batch may go by "
+        "others. Compute it of the whole batch before, and give it with that; or plan accumulate = 1.",
+        stacklevel=level,
+    )
+
+
+def _tell_of_turns(answer: Any) -> None:
+    if type(answer) is not bool:  # the number itself, to be shown
+        return
     warnings.warn(
         "The loss's code asks whether a mean or a sum over a micro-batch is above or below something (if "
         "loss > 1.0: ...): each micro-batch goes its own way, and the whole batch may go another. Compare "

@@ -14,7 +14,7 @@ from torch import nn
 from espalier.comm.collectives import broadcast
 from espalier.comm.control import any_says, gather_objects
 from espalier.comm.dry import values_of
-from espalier.engine.accumulation import Accumulation, Number
+from espalier.engine.accumulation import Accumulation, Number, is_given, tell_of_labels, with_labels
 from espalier.engine.batches import loss_of
 from espalier.engine.observing import Observers
 from espalier.engine.passes import ModelCall, Phase, plain_output
@@ -96,6 +96,8 @@ class MicroBatches:
             for i, split in enumerate(self._splits):
                 if self._set_up(split, model):  # which the next ones find
                     self._splits[i + 1 :] = of.stages.split.at_all(known[i + 1 :])
+        if counts:
+            self._tell_of_labels()
         shape_inference = of.stages.shape_inference
         self._followed = of.accumulation.followed if counts else None
         of_parts = zip(self._splits, self._inputs, strict=True)
@@ -133,6 +135,15 @@ class MicroBatches:
         if model is not of.call.module:
             self._splits = [split.on(model) for split in self._splits]
 
+    def _tell_of_labels(self) -> None:
+        """Warn where micro-batches go their own ways through the model by what their labels are."""
+        splits = [split for split in dict.fromkeys(self._splits) if isinstance(split, Split)]
+        if len(splits) < 2:
+            return
+        labels = {i for i, x in enumerate(leaves(self._inputs[0], torch.Tensor)) if is_given(x)}
+        if any(split.parts_from(splits[0], labels) for split in splits[1:]):
+            tell_of_labels(user_frame()[0])
+
     def _set_up(self, split: Split | Undivided, model: nn.Module) -> bool:
         """Let a model have what a first forward sets beside what stages compute; whether there is any."""
         modules = dict(model.named_modules()) if split.first and not self._of.mesh.is_dry else {}
@@ -164,7 +175,7 @@ class MicroBatches:
             self._of.memory.tell_buffers(self._model, self._writes)
 
     def _typed(self, part: Any) -> Any:
-        return self._call.batches.typed(part)
+        return with_labels(self._call.batches.typed(part))
 
     def _entered(self, part: Any) -> Any:
         return tree_map(self._call.cast, self._call.parted(part)[0])

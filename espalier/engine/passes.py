@@ -24,7 +24,7 @@ from torch import nn
 
 from espalier.blocks import parameters_in
 from espalier.device import has_peak
-from espalier.engine.accumulation import Accumulation, Count
+from espalier.engine.accumulation import Accumulation, Count, with_labels
 from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
 from espalier.engine.batches import Batches, GivenBatches, Own, loss_of
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
@@ -611,7 +611,7 @@ class Direct(Passes):
     def _loss_of(self, batch: Any) -> torch.Tensor:
         call = self.call
         self._laid_out(batch).begin_forward()
-        batch = call.batches.typed(batch)
+        batch = with_labels(call.batches.typed(batch))
         with self._counts.of(tensors_in(batch)):
             return call.loss(call.output(tree_map(call.cast, call.parted(batch)[0])), batch)
 

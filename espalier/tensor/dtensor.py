@@ -481,7 +481,12 @@ class DTensor(torch.Tensor):
 
     def item(self) -> Any:
         """The value of a one-element tensor (a collective unless it is replicated)."""
-        return full_value(self).item()
+        return self._told(full_value(self).item())
+
+    def _told(self, answer: Any) -> Any:
+        if (told := self.__dict__.get("_when_asked")) is not None:
+            told(answer)
+        return answer
 
     def tolist(self) -> Any:
         """The global tensor as nested lists (a collective unless it is replicated)."""
@@ -504,9 +509,7 @@ class DTensor(torch.Tensor):
     __dlpack_c_exchange_api__ = _Absent()  # it would go by the local tensor, and ask nobody
 
     def __bool__(self) -> bool:
-        if (told := self.__dict__.get("_when_asked")) is not None:
-            told()
-        return bool(full_value(self))
+        return self._told(bool(full_value(self)))
 
     def __int__(self) -> int:
         return int(self.item())
@@ -613,7 +616,7 @@ def _known(layout: Layout) -> Layout:
 
 # what the library notes on tensors, beside what a program does
 _NOTES = frozenset(
-    "_branched _deferred_version _fully_sharded _handed_out _how_cut _is_cut_early _is_param _layout "
+    "_branched _deferred_version _fully_sharded _given _handed_out _how_cut _is_cut_early _is_param _layout "
     "_lent_by _made_of _mark _memory _moved _place _reduced _saved _seen _shard _source _terms _unfinished "
     "_waiting _when_asked".split()
 )

@@ -198,6 +198,11 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
+def is_of_program(frame: FrameType) -> bool:
+    """Whether it is of neither the library's nor torch's code."""
+    return not _inside(frame.f_code.co_filename)
+
+
 def program_lines() -> tuple[tuple[str, int], ...]:
     """Where in the program a copy is made: the line, and that which has called what it stands in."""
     places: list[tuple[str, int]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -146,6 +147,16 @@ def classes(m: Any) -> Any:
     return torch.where(m > 0, 2, -100)
 
 
+def by_frequency(z: Any, y: Any) -> Any:
+    weights = 1 / (torch.bincount(y, minlength=4) + 1)
+    return (F.cross_entropy(z, y, reduction="none") * weights[y]).mean()
+
+
+def by_sums(z: Any, y: Any) -> Any:
+    counts = torch.zeros(4, dtype=z.dtype).scatter_add(0, y, torch.ones_like(y, dtype=z.dtype))
+    return (F.cross_entropy(z, y, reduction="none") / (1 + counts)[y]).mean()
+
+
 SEEN: dict[str, Callable[..., Any]] = {
     "mse": lambda z, y, m, w: F.mse_loss(z, y),
     "mean": lambda z, y, m, w: 2 * (z - y).abs().mean() / 3,
@@ -196,7 +207,15 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str]] = {
         ),
         "met in",
     ),
+    "frequencies of rows": (lambda z, y, m, w: by_frequency(z, y.argmax(-1)), "counts of each class"),
+    "frequencies, added up": (lambda z, y, m, w: by_sums(z, y.argmax(-1)), "counts of each class"),
 }
+# by what Python is told of all labels
+ASKED: tuple[Callable[..., Any], ...] = (
+    lambda z, y, m, w: F.mse_loss(z, y) * (2 if (y.argmax(-1) == 0).any() else 1),
+    lambda z, y, m, w: F.mse_loss(z, y) / m.sum().item(),
+    lambda z, y, m, w: F.mse_loss(z, y) / len(y.argmax(-1).unique()),
+)
 # by what a micro-batch's loss is, or by whether there is anything
 TURNS: tuple[Callable[..., Any], ...] = (
     lambda z, y, m, w: F.mse_loss(z, y) if F.mse_loss(z, y) > 0.1 else w.sum(),
@@ -235,6 +254,18 @@ def sees(rank: int, world: int) -> None:
         engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
         with pytest.warns(UserWarning, match="goes its own way") if i < 2 else nullcontext():
             engine(numbers())
+    x, y, m = numbers()
+    for i, loss in enumerate(ASKED):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="unique has no sharding rule")
+            engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
+            with pytest.warns(UserWarning, match="all labels of a micro-batch together"):
+                engine.accumulate(engine.cut((x, y, m)))
+            engine.finish_gradients()
+            engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
+            if i < 2:  # what all micro-batches answer alike, the whole batch does
+                warnings.filterwarnings("error", message=".*together")
+                engine.accumulate(engine.cut((x[:1].repeat(4, 1), y[:1].repeat(4, 1), m[:1].repeat(4))))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -433,6 +434,39 @@ def of_nothing(lay: Lay) -> list[float]:
     return seen
 
 
+class Judged(nn.Module):
+    """A model that makes its loss itself."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.loss = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)), loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.loss(self.inner(x), labels)
+        return found
+
+
+def of_all_labels(rank: int, world: int) -> None:
+    x, y, plan = batch(0)[0], torch.tensor([3, 3, 1, 0, 2, 2, 1, 2]), {"pipe": 2, "accumulate": 2}
+    counted = lambda z, y: F.cross_entropy(z, y, 1 / (1 + torch.bincount(y, minlength=4).double()))  # noqa: E731
+    engine = espalier.initialize(Judged(counted).double(), None, plan)
+    with pytest.raises(ValueError, match="counts of each class"):
+        engine.accumulate(engine.cut({"x": x, "labels": y}))
+        engine.finish_gradients()
+    for loss in (
+        lambda z, y: F.cross_entropy(z, y) * (2 if (y == 3).any() else 1),
+        lambda z, y: F.cross_entropy(z, y) / len(y.unique()),
+    ):
+        engine = espalier.initialize(Judged(loss).double(), None, plan)
+        with pytest.warns(UserWarning, match="all labels of a micro-batch together"):
+            engine.accumulate(engine.cut({"x": x, "labels": y}))
+        engine.finish_gradients()
+        engine.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*together")
+            engine.accumulate(engine.cut({"x": x[:4].repeat(2, 1), "labels": y[:4].repeat(2)}))
+
+
 def told(rank: int, world: int) -> None:
     def model_of(net: nn.Module, **more: Any) -> Any:
         return espalier.prepare(
@@ -522,4 +556,5 @@ def test_models_that_are_given_nothing(ranks: Any) -> None:
 
 
 def test_what_cannot_be_made_of_it_is_told(ranks: Any) -> None:
+    ranks(2, of_all_labels)
     ranks(2, told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -533,3 +533,37 @@ def _refuse_hidden(trace: Trace, unit: CallSpan, call: ModuleCall) -> None:
                 "between stages. Pass the tensors themselves; for a cache of keys and values, "
                 "use_cache=False."
             )
+
+
+# ---- what Python's control flow reads of a batch: answers that other batches must give, too
+
+Guards = tuple[ProgramBody, list[Any]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two answers are one."""
+    if isinstance(a, torch.Tensor) or hasattr(a, "dtype"):
+        return bool((torch.as_tensor(a) == torch.as_tensor(b)).all())
+    return bool(a == b)
+
+
+def parted(one: Guards | None, other: Guards | None, among: Collection[int]) -> bool:
+    """Whether the first answers that differ hang on some of the batch's tensors alone, by their numbers."""
+    for (own, a), (its, b) in zip(_answers_of(one, among), _answers_of(other, among), strict=False):
+        if not same(a, b):
+            return own and its
+    return False
+
+
+def _answers_of(guards: Guards | None, among: Collection[int]) -> Iterator[tuple[bool, Any]]:
+    """What was read, in order, and whether it hangs on some of the batch's tensors alone."""
+    if guards is None:
+        return
+    body, wanted = guards
+    hang = {x.number for x in body.sources if x.kind == "batch" and x.place in among}
+    fixed, expected = {x.number for x in body.sources if x.kind == "constant"}, iter(wanted)
+    for step in body.steps:
+        is_own = not hang.isdisjoint(step.inputs) and (hang | fixed).issuperset(step.inputs)
+        hang.update(step.outputs if is_own else ())
+        if step.reads:
+            yield is_own, next(expected)

@@ -24,7 +24,7 @@ from torch import nn
 from espalier.comm.custom_ops import recording
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import Env, ProgramStep
+from espalier.parallel.pipeline.record import SIZED, Env, ProgramStep
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
@@ -52,11 +52,14 @@ class Followed(NamedTuple):
     Attributes:
         instead: of a function and what it has made, what makes the same of plain tensors, to be followed from
             there on, whatever it is given; None if there is no such thing.
+        see_sized: is told of a function whose result has, in a run without data, sizes that values told; of
+            what it was given; and of what it gave.
     """
 
     watcher: Watcher
     is_followed: Callable[[torch.Tensor], bool]
     instead: Callable[[Callable[..., Any], torch.Tensor], _Instead | None]
+    see_sized: Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
     def open(self) -> AbstractContextManager[None]:
         """While open, values are followed."""
@@ -209,6 +212,8 @@ class SingleRankStudy(SingleRank):
                 program.do([step], env, here)
             outputs = [n for n in step.outputs if n in env]
             self._note(env, outputs)
+            if self._followed is not None and step.func in SIZED:
+                self._followed.see_sized(step.func, inputs, [env[n] for n in outputs])
             self._marks.update(n for n, x in zip(step.inputs, inputs, strict=True) if self._is_followed(x))
             self._marks.update(n for n in outputs if self._is_followed(env[n]))
             if self._followed is not None and len(outputs) == 1 and not isinstance(step.func, str):

@@ -11,7 +11,7 @@ import copy
 import warnings
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in, parts
 from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
 from espalier.parallel.pipeline.objects import closed, traced_output
-from espalier.parallel.pipeline.programs import Divided, SentValue, marked
+from espalier.parallel.pipeline.programs import Divided, SentValue, marked, parted, same
 from espalier.parallel.pipeline.record import (
     OF_TORCH,
     Env,
@@ -292,6 +292,14 @@ class Split:
         """Whether Python's control flow read values of its batch."""
         return self._guards is not None
 
+    def parts_from(self, other: Split, among: Collection[int]) -> bool:
+        """Whether it goes another way than another first by what Python has read of some of the batch alone.
+
+        Args:
+            among: the numbers of these tensors among the batch's.
+        """
+        return parted(self._guards, other._guards, among)
+
     def holds(self, batch: Any) -> bool:
         """Whether its modules are as they were, and what Python's control flow read of its batch, too."""
         now = _said_of(m for m, _ in self._attributes)
@@ -308,7 +316,7 @@ class Split:
         with torch.no_grad():
             for step in body.steps:
                 out = step.run(env, modules, body.device, here)
-                if step.reads and not _same(out, next(expected)):
+                if step.reads and not same(out, next(expected)):
                     return False
         return True
 
@@ -840,9 +848,3 @@ def _of_that_shape(x: Any) -> Any:
 
 def _is_plain(x: Any) -> bool:
     return isinstance(x, int | float | complex | bool | str | type(None))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or hasattr(a, "dtype"):
-        return bool((torch.as_tensor(a) == torch.as_tensor(b)).all())
-    return bool(a == b)
