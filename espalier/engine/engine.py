@@ -50,7 +50,7 @@ from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
-from espalier.engine.steps import bind
+from espalier.engine.steps import bind, tell_of_others
 from espalier.engine.surface import (
     AsModel,
     Surface,
@@ -816,6 +816,7 @@ class Engine(Surface):
         self._loads.check()
         if self.passes.holds_gradients:
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
+        tell_of_others(self.optimizer, parameters_in(self.module))
         data, values = self._laid_out(), dict(named_values(self._state, self.steps))
         if self._saver is None:
             self._saver = Saver(self.mesh)

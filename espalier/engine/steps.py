@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -14,6 +14,7 @@ import torch
 
 from espalier.meanwhile import having
 from espalier.parallel.apart import calls_within, is_torchs
+from espalier.parallel.several import Several, holders, parts_of
 from espalier.tensor import DTensor
 from espalier.tensor.loans import is_whole
 from espalier.tensor.observers import user_frame
@@ -112,3 +113,20 @@ def engine_of_steps(optimizer: torch.optim.Optimizer) -> Any:
     """The engine that makes the steps of an optimizer, as :func:`bind` says."""
     made_by = getattr(optimizer.step, "engine", None)
     return None if made_by is None else made_by()
+
+
+def tell_of_others(optimizer: torch.optim.Optimizer | None, parameters: Iterable[torch.Tensor]) -> None:
+    """Warn of an optimizer that has stepped these, and whose states a checkpoint would lack."""
+    own = [] if optimizer is None else parts_of(optimizer)
+    for x in holders(parameters):
+        if not x.state or isinstance(x, Several) or engine_of_steps(x) is not None:
+            continue
+        if any(x.state is part.state or x.param_groups is part.param_groups for part in own):
+            continue  # one around the other
+        name, has = type(x).__name__, " and ".join(type(part).__name__ for part in own) or "none"
+        warnings.warn(
+            f"engine.save: {name}, made after espalier.prepare (or initialize), has stepped the model's "
+            f"parameters, and the checkpoint will not have its states: the engine's own optimizer is {has}. "
+            "Write model.engine.attach(optimizer, instead=True) once it is made, before its first step.",
+            stacklevel=user_frame()[0],
+        )

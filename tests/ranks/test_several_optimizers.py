@@ -166,7 +166,7 @@ def by_the_engine(rank: int, world: int, folder: str) -> None:
         equal(engine, plain, plan)
 
 
-def attached(rank: int, world: int) -> None:
+def attached(rank: int, world: int, folder: Path) -> None:
     """One after the other, behind the engine, before and after the first step."""
     for plan in ({"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}):
         plain, ours = net(Net), net(Net)
@@ -185,6 +185,13 @@ def attached(rank: int, world: int) -> None:
         assert engine.has_optimizer(second[0]) and engine.has_optimizer(second[1])
     with pytest.raises(ValueError, match="held by two"):
         engine.attach(torch.optim.SGD(ours.parameters()))
+    other = torch.optim.Adam(ours.parameters())
+    engine(*batch(0)).backward()
+    other.step()
+    engine.zero_grad()
+    with pytest.warns(UserWarning, match=r"Adam, made after(.|\n)*not have its states(.|\n)*instead=True"):
+        engine.save(folder)
+    del other
     ours = net(Net)
     pair = split(ours)
     engine = espalier.initialize(ours, pair[1], {"data": 2, "zero": 2, "offload": {"states": "host"}})
@@ -273,8 +280,8 @@ def test_an_engine_steps_several_optimizers_and_saves_them(ranks: Any, tmp_path:
     ranks(2, by_the_engine, str(tmp_path))
 
 
-def test_optimizers_are_attached_one_after_the_other(ranks: Any) -> None:
-    ranks(2, attached)
+def test_optimizers_are_attached_one_after_the_other(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, attached, tmp_path)
 
 
 def test_another_optimizer_goes_on_in_the_middle(ranks: Any) -> None:
