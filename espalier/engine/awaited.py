@@ -293,7 +293,7 @@ class Awaited(Kept):
         refuse_written(calls)
         self._source.stays |= bool(retain_graph)
         of_loss, inputs, made_by = captured(calls), self._source.wanting(), self._source.made_by
-        with self._source.together() if made_by else nullcontext():
+        with self._source.dropped_by_error(), self._source.together() if made_by else nullcontext():
             self._known, beside = gone_back(self, calls, of_loss, inputs)
             stood_for = {**{id(x): x for x in (*of_loss, *inputs)}, **made_by}
             hand_on(stood_for, beside, retain_graph, self._only, self._handed_on)
@@ -321,7 +321,7 @@ class Awaited(Kept):
         if self._known is None or (self._source.writes and not self._has_gone_back):
             needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
             refuse_written(one for one in needed if one._known is None)
-            with torch.no_grad():
+            with torch.no_grad(), self._source.dropped_by_error():
                 steps = [one._step for one in needed if one._known is None and one._step is not None]
                 given = [x for step in steps for x in given_in(step.args, step.kwargs, torch.Tensor)]
                 here = self._source.here(given)

@@ -126,6 +126,9 @@ class Source(Protocol):
     def becomes_one_of_several(self) -> bool:
         """Be one micro-batch of several; whether it can be yet."""
 
+    def dropped_by_error(self) -> AbstractContextManager[None]:
+        """While open, an error makes it no call that later ones run before them."""
+
     def see_all(self) -> None:
         """Let its losses be computed on all rows at once, of this rank's own where it has such."""
 

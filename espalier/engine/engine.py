@@ -818,8 +818,7 @@ class Engine(Surface):
             raise ValueError("There are gradients, which no checkpoint holds: save after engine.step().")
         tell_of_others(self.optimizer, parameters_in(self.module))
         data, values = self._laid_out(), dict(named_values(self._state, self.steps))
-        if self._saver is None:
-            self._saver = Saver(self.mesh)
+        self._saver = self._saver or Saver(self.mesh)
         self.wait_staged()  # masters may follow what was written to parameters
         # what is kept for later is none of inference mode: one evaluates in it, and saves the best
         with torch.inference_mode(False), torch.no_grad(), data.precise(on_device=False):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from espalier.device import is_accelerator
 from espalier.engine.batches import Own
 from espalier.parallel.pipeline.record import leaves, refilled
+from espalier.tensor import DTensor, plain, stamp
+from espalier.torch_private import raw
 
 
 def cut_gradient(
@@ -78,3 +81,44 @@ def own_rows(of: Own | None, x: torch.Tensor, dim: int) -> torch.Tensor:
     return (
         x if of is None or odd else x.narrow(dim, of.rows.start * each, (of.rows.stop - of.rows.start) * each)
     )
+
+
+def like(x: Any) -> Any:
+    """A tensor of that shape, on ``meta``."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return like.requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def on_host(x: Any) -> Any:
+    """A tensor of an output off its device, or this rank's part of it, which knows whence it came."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    with raw():
+        here = plain(x).detach()
+        host = here.cpu() if is_accelerator(here.device) else here.view_as(here)
+        host._came_from = here.device, x._layout if isinstance(x, DTensor) else None  # type: ignore[attr-defined]
+    return host
+
+
+def on_device(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    device, layout = x._came_from  # type: ignore[attr-defined]
+    here = x.to(device)
+    return here if layout is None else stamp(here.view_as(here), layout)
+
+
+class OfParts:
+    """What has no rows, of each micro-batch: a loss, say. What it is of all, the program's own loss knows."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(
+            "This number of the model's output is another in each micro-batch. Ask the loss that went back "
+            "for its value: loss.item(). Other tensors without rows ask for before it goes back."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls().item  # noqa: B018

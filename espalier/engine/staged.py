@@ -337,7 +337,8 @@ class Staged(Passes):
         self.observers.take()
         with self.observers.quiet():
             call = ModelRun(self, entered, rows, made_by, keep, batch)
-            out = self._called(call)
+            with call.dropped_by_error():
+                out = self._called(call)
         if self.observers.look_forward and not self.mesh.is_dry:
             self.observers.tell_of_divided(self.stages.split.divided)
             let_look(call, self.observers, inputs, out)

@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from espalier.blocks import parameters_in
 from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
-from espalier.device import is_accelerator
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
@@ -29,9 +28,13 @@ from espalier.engine.kept import cloned
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (
+    OfParts,
     cut_gradient,
     joined_gradients,
+    like,
     may_lie,
+    on_device,
+    on_host,
     own_rows,
     row_dim,
     way_of,
@@ -47,14 +50,13 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.objects import closed, opened, opened_inputs, refuse_objects, sendable
 from espalier.parallel.pipeline.record import TorchState, leaves, mapped, refilled
 from espalier.parallel.pipeline.remembered import Memory
-from espalier.tensor import DTensor, full_tensor, plain, stamp
+from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import name_of
 from espalier.tensor.before import Before
 from espalier.tensor.dry_runs import States, equal, restore, states
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
-from espalier.torch_private import raw
 from espalier.trees import tree_map
 
 
@@ -252,10 +254,10 @@ class ModelRun:
         known = self._passes.output_shapes
         key = (*self._form_key, _shapes_of(self._inputs))
         if key not in known:
-            with torch.no_grad():
+            with torch.no_grad(), self.dropped_by_error():
                 is_value = self.is_own or self._passes.plan.accumulate == 1
                 out = self.value() if is_value else self._aside(self._inputs)[0]
-                known[key] = known[self._form_key] = mapped(_like, opened(out))
+                known[key] = known[self._form_key] = mapped(like, opened(out))
         return closed(mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, known[key]))
 
     def form(self) -> Any:
@@ -272,7 +274,7 @@ class ModelRun:
     def _computed(self) -> Any:
         passes = self._passes
         if self._kept is not None:
-            here = [sendable(plain_output(mapped(_on_device, output))) for output in self._kept]
+            here = [sendable(plain_output(mapped(on_device, output))) for output in self._kept]
             outputs = gather_objects(here, passes.mesh["pipe"])[passes.stages.places[-1]]
             if outputs and isinstance(outputs[0], Exception):
                 raise outputs[0]
@@ -295,16 +297,21 @@ class ModelRun:
         if not self._state.grad and (self._trains or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
-        with self._looking(), self._as_called():
-            begins = states(device)
-            outputs = [self._seen(part) for part in parts]
-            ends, others = states(device), Generators()
-        if self._state.grad and self._drawn_from is None:
-            self._begins = begins
-            restore(device, ends)  # later calls draw behind it, whether its loss goes back or not
-            others.restore()
-            if self._trains:
-                passes.draws = passes.draws or not equal(begins, ends)
+        ends: States | None = None
+        try:
+            with self._looking(), self._as_called():
+                begins = states(device)
+                try:
+                    outputs = [self._seen(part) for part in parts]
+                finally:
+                    ends, others = states(device), Generators()
+        finally:
+            if ends is not None and self._state.grad and self._drawn_from is None:
+                self._begins = begins
+                restore(device, ends)  # later calls draw behind it, whether it fails, or its loss goes back
+                others.restore()
+                if self._trains:
+                    passes.draws = passes.draws or not equal(begins, ends)
         return self._joined(outputs, own, inputs)
 
     def _let_earlier_run(self) -> None:
@@ -319,8 +326,20 @@ class ModelRun:
         earlier, passes.to_run[: n + 1] = passes.to_run[:n], []
         for run in earlier if self._changes or passes.draws is not False else ():
             if run._is_as_called():
-                with torch.no_grad():
-                    run.value()
+                try:
+                    with torch.no_grad():
+                        run.value()
+                except Exception as error:  # of all ranks
+                    _tell_of_earlier(error)
+
+    @contextmanager
+    def dropped_by_error(self) -> Iterator[None]:
+        """While open, an error, which the program is told, makes it no call that later ones run first."""
+        try:
+            yield
+        except Exception:
+            self._passes.to_run[:] = [run for run in self._passes.to_run if run is not self]
+            raise
 
     def _has_run(self) -> bool:
         return self._value is not None or self._drawn_from is not None or self._buffers is not None
@@ -379,7 +398,7 @@ class ModelRun:
                 joined.append(parts[0][i])
                 ways.append("sum")
             elif is_kept:
-                joined.append(_OfParts())
+                joined.append(OfParts())
                 ways.append(None)
             else:  # a loss, say, is to be of all rows
                 whole = self._of_all_rows(inputs) if whole is None else whole
@@ -688,7 +707,7 @@ class ModelRun:
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
-            kept.append(mapped(_on_host, opened(output)))
+            kept.append(mapped(on_host, opened(output)))
             return loss(output, more)
 
         keeps = passes.keeps_outputs or not passes.updates
@@ -773,42 +792,9 @@ def _settings(modules: Iterable[torch.nn.Module]) -> Hashable:
     return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
 
 
-def _like(x: Any) -> Any:
-    """A tensor of that shape, on ``meta``."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return like.requires_grad_(x.is_floating_point() or x.is_complex())
-
-
-def _on_host(x: Any) -> Any:
-    """A tensor of an output off its device, or this rank's part of it, which knows whence it came."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    with raw():
-        here = plain(x).detach()
-        host = here.cpu() if is_accelerator(here.device) else here.view_as(here)
-        host._came_from = here.device, x._layout if isinstance(x, DTensor) else None  # type: ignore[attr-defined]
-    return host
-
-
-def _on_device(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    device, layout = x._came_from  # type: ignore[attr-defined]
-    here = x.to(device)
-    return here if layout is None else stamp(here.view_as(here), layout)
-
-
-class _OfParts:
-    """What has no rows, of each micro-batch: a loss, say. What it is of all, the program's own loss knows."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(
-            "This number of the model's output is another in each micro-batch. Ask the loss that went back "
-            "for its value: loss.item(). Other tensors without rows ask for before it goes back."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls().item  # noqa: B018
+def _tell_of_earlier(error: Exception) -> None:
+    warnings.warn(
+        f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
+        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
+        stacklevel=user_frame()[0],
+    )

@@ -177,6 +177,13 @@ def test_a_dict_that_makes_what_it_gives_is_put_back_as_it_held_it() -> None:
     assert [*MADE.items()] == [("relu", nn.ReLU), ("tanh", nn.Tanh)]
 
 
+def test_a_row_that_the_model_does_not_take_is_its_own_error() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        infer(net, torch.ones(1, 5), 2)
+    assert infer(net, torch.ones(1, 6), 2)
+
+
 def test_what_cannot_be_copied_is_named() -> None:
     net = Locked()
     with pytest.warns(InferenceWarning, match=r"layers\.1\.lock \(lock\).*layouts="):

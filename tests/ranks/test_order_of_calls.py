@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +76,42 @@ def called_in_another_mode(plan: dict[str, int]) -> list[float]:
     return found
 
 
+class Picky(nn.Module):
+    """Takes no rows that are not finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not finite")
+        return x
+
+
+def passed_over(plan: dict[str, int]) -> list[float]:
+    """Calls end in an error, which the program passes over; of one nothing is asked."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3), Picky(), nn.Linear(3, 3)
+    model: Any = nn.Sequential(*layers)
+    model, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    found = []
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.ones(4, 2 if step == 0 else 3)
+        try:
+            out = model(x if step in (0, 4) else x / 0 - x / 0)
+            if step < 3:
+                loss = out.square().mean()
+                found += [loss.item()] if step == 1 else []
+                loss.backward()
+                raise AssertionError("it is passed over")
+        except (RuntimeError, ValueError) as error:
+            assert step < 4, error
+    with pytest.warns(UserWarning, match="nothing was asked") if "pipe" in plan else nullcontext():
+        loss = model(torch.ones(4, 3)).square().mean()
+        found.append(loss.item())
+    loss.backward()
+    optimizer.step()
+    return [*found, model(torch.ones(4, 3)).sum().item()]
+
+
 def all_of_it(rank: int, world: int, expected: list[list[float]] | None) -> list[list[float]]:
     torch.set_default_dtype(torch.float64)
     plan = {"pipe": world} if world > 1 else {"data": 1}
@@ -85,6 +122,7 @@ def all_of_it(rank: int, world: int, expected: list[list[float]] | None) -> list
             for layer in (nn.Dropout(0.5), *map(Marked, ("python", "own", "count")))
         ]
         found.append(called_in_another_mode(plan))
+        found.append(passed_over(plan))
     finally:
         torch.set_default_dtype(torch.float32)
     for given, right in zip(found, expected or found, strict=True):

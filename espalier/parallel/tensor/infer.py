@@ -125,6 +125,7 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         )
         return []
     except Exception as error:
+        _try_plain(model, batch)
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} could not be inferred, so its parameters "
             f"stay whole on the tensor axis: running it once failed with {type(error).__name__}: {error}. "
@@ -134,6 +135,18 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         )
         return []
     return recorder.result()
+
+
+def _try_plain(model: nn.Module, batch: Any) -> None:
+    """Run a copy as it is, on two rows: an error then is the program's, whatever the plan."""
+    if any(x.is_meta for x in (*parameters_in(model), *model.buffers(), *tensors_in(batch))):
+        return
+
+    def doubled(x: Any) -> Any:
+        is_row = isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == 1 and x.layout is torch.strided
+        return torch.cat([x, x]) if is_row else x
+
+    run_once(model, tree_map(doubled, batch), lambda copy: torch.enable_grad())
 
 
 def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
