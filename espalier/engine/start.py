@@ -110,7 +110,8 @@ def initialize(
     arranged = {"table": layouts, "branches": branches}
     engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
     engine.guard = None if spikes is None else Guard(spikes)
-    engine._compile(to_compile, compile if compile is not True and compile else "inductor")
+    if compile:  # else torch's compiler is not even imported
+        engine._compile(to_compile, "inductor" if compile is True else compile)
     if not on.is_dry:
         engine.passes.pulse = watched(faults)
         engine.pulse.step = 1

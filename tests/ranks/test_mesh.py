@@ -76,7 +76,8 @@ def test_spawn_gives_results_whatever_the_end_of_the_interpreter_would_do(tmp_pa
 def test_all_else_may_be_imported_once_a_mesh_is_there() -> None:
     code = (
         "import sys; from espalier.mesh import Mesh; Mesh.from_env({'data': 1}); import espalier; "
-        "print(espalier.Plan); assert 'torch._dynamo' not in sys.modules, 'it takes half a second'"
+        "from torch.nn import Linear; print(espalier.Plan, espalier.prepare(Linear(2, 2), plan={})); "
+        "assert 'torch._dynamo' not in sys.modules, 'it takes half a second'"
     )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     found = subprocess.run(
