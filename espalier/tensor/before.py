@@ -12,8 +12,17 @@ from espalier.tensor.dtensor import plain
 from espalier.tensor.loans import StandIn, await_values, written_mark
 from espalier.tensor.names import made_in
 from espalier.tensor.traces import Generators, put_back, put_back_held
-from espalier.torch_private import forward_hooks, own_buffers, own_parameters, raw, set_versions, version_of
+from espalier.torch_private import (
+    forward_hooks,
+    own_buffers,
+    own_parameters,
+    raw,
+    set_versions,
+    setter,
+    version_of,
+)
 
+_set_data = setter("data")
 Slot = tuple[dict[str, Any], str, Any]
 # attributes that no forward sets
 _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
@@ -49,9 +58,11 @@ class Before:
         self._inner = _put_back(inner)
         self._hooks = [(hooks, frozenset(hooks)) for m in modules for hooks in forward_hooks(m)]
         self._generators: Generators | None = Generators()
-        # a parameter off the device is gathered within the block; who writes to it has it kept by its owner.
-        # To what was made in inference mode nothing is written any more
-        tensors = {name: x for name, x in tensors.items() if not (_is_elsewhere(x) or x.is_inference())}
+        # a parameter off the device is gathered within the block; who writes to it has it kept by its owner
+        tensors = {name: x for name, x in tensors.items() if not _is_elsewhere(x)}
+        # to what was made in inference mode nothing is written any more, but it may be given other data
+        self._inferred = {name: (x, _data_of(x)) for name, x in tensors.items() if x.is_inference()}
+        tensors = {name: x for name, x in tensors.items() if name not in self._inferred}
         self._tensors, self._known = tensors, written
         self._late: dict[str, torch.Tensor] = {}
         if written is None:
@@ -68,11 +79,12 @@ class Before:
             then.settle(table)
         if self._generators is not None and self._generators.as_now():
             self._generators = None
+        self._inferred = {name: (x, data) for name, (x, data) in self._inferred.items() if not x.is_inference()}
         if self._known is not None:
             late = {name: x for name, x in self._tensors.items() if written_mark(x) != self._marks[name]}
             # what they were is not known: so they are left as the first computation leaves them, and no more
             self._late = {name: x for name, x in late.items() if name not in self._held}
-            return self._known | self._late.keys()
+            return self._known | self._late.keys() | self._inferred.keys()
         with raw():
             now = {name: plain(x.detach()) for name, x in self._held.items()}
         before = self._values
@@ -83,7 +95,7 @@ class Before:
         names = marked | {n for n, x in same.items() if not torch.equal(x, before[n])}
         self._held = {name: self._held[name] for name in names}
         self._values = {name: self._values[name] for name in names}
-        return names
+        return names | self._inferred.keys()
 
     def swap(self) -> Callable[[], None]:
         """Let all be as it was; gives what puts it back as it is now."""
@@ -93,6 +105,7 @@ class Before:
         drawn = None if self._generators is None else Generators()
         before = {**self._held, **self._late}
         values = values_of(before)
+        given = [(x, _data_of(x)) for x, _ in self._inferred.values()]
         with raw():
             versions = {x: version_of(x) for x in before.values() if not x.is_inference()}
         hooks = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
@@ -100,6 +113,7 @@ class Before:
 
         def back() -> None:
             put_values(before, values)
+            _give_data(given)
             if set_versions is not None:  # else torch refuses what has saved them meanwhile: a penalty
                 with raw():
                     set_versions(tuple(versions), tuple(versions.values()))
@@ -129,6 +143,7 @@ class Before:
         if self._generators is not None:
             self._generators.restore()
         put_values(self._held, self._values)
+        _give_data(self._inferred.values())
 
 
 def _take_new(hooks: dict[int, Any], known: Container[int]) -> None:
@@ -250,6 +265,19 @@ def values_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     await_values(tensors.values())
     with raw(), torch.no_grad():
         return {name: plain(x.detach()).clone() for name, x in tensors.items()}
+
+
+def _data_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank has of a tensor."""
+    with raw():
+        return plain(x.detach())
+
+
+def _give_data(tensors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let tensors have memory that they had."""
+    with raw(), torch.no_grad():
+        for x, data in tensors:
+            _set_data(x, data)
 
 
 def put_values(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
