@@ -43,12 +43,12 @@ class Term(NamedTuple):
         factor = 1 if self.factor is None else _on_all(self.factor)
         return factor if self.loss is None else self.loss._value() * factor
 
-    def weighed(self) -> Awaited | None:
-        """Its loss, times the value of its factor."""
-        if self.loss is None or self.factor is None:
-            return self.loss
-        weighed: Awaited = self.loss._source.keep(operator.mul, (self.loss, _on_all(self.factor)), {})
-        return weighed
+    def weighed(self) -> tuple[Awaited, torch.Tensor]:
+        """Its loss, times a leaf with the value of its factor, whose gradient will be the loss's value."""
+        assert self.loss is not None
+        by = torch.ones(()) if self.factor is None else _on_all(self.factor)
+        by = by.detach().clone().requires_grad_()
+        return self.loss._source.keep(_weighed, (self.loss, by), {}), by
 
     def beside(self) -> torch.Tensor | None:
         """What goes back through its factor, if something does, when its loss has gone back."""
@@ -113,9 +113,19 @@ class Sum(Awaited):
 
     def _go_back(self, retain_graph: bool | None) -> None:
         of_calls: dict[Source, list[Awaited]] = {}  # each goes through the stages once: hooks see all of it
-        for loss in (term.weighed() for term in self._terms):
-            if loss is not None and loss._wants_grad():
-                of_calls.setdefault(loss._source, []).append(loss)
+        own: dict[Source, list[Term]] = {}
+        for term in self._terms:
+            if term.loss is not None and term.loss._wants_grad():
+                own.setdefault(term.loss._source, []).append(term)
+        leaves: list[tuple[Term, torch.Tensor]] = []
+        for source, terms in own.items():
+            if len(terms) == 1 and terms[0].factor is None:
+                of_calls[source] = [terms[0].loss]  # type: ignore[list-item]
+                continue
+            for term in terms:
+                loss, by = term.weighed()
+                leaves.append((term, by))
+                of_calls.setdefault(source, []).append(loss)
         with self._source.together():
             while of_calls:
                 source = next((x for x in of_calls if not _is_awaited(x, of_calls)), next(iter(of_calls)))
@@ -125,6 +135,9 @@ class Sum(Awaited):
                 whole.backward(retain_graph=retain_graph)
                 for loss in whole._handed_on:
                     of_calls.setdefault(loss._source, []).append(loss)
+            for term, by in leaves:  # computed anew they may be others: a model may write to its buffers
+                if term.loss is not None and term.loss._known is None and by.grad is not None:
+                    term.loss._known = by.grad
             factors = [end for term in self._terms if (end := term.beside()) is not None]
             if factors:  # which may be made of the same
                 torch.autograd.backward(factors, retain_graph=retain_graph)
@@ -170,6 +183,10 @@ def added(func: Callable[..., Any], args: Sequence[Any]) -> Sum | None:
     return Sum(
         [term._replace(factor=factor if term.factor is None else term.factor * factor) for term in terms[0]]
     )
+
+
+def _weighed(loss: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return loss * by
 
 
 def _together(source: Source, loss: Awaited, more: Awaited) -> Awaited:
