@@ -12,6 +12,7 @@ inputs like these.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import sys
 import warnings
@@ -46,7 +47,7 @@ from espalier.engine.kept import (
 )
 from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
-from espalier.tensor import full_tensor
+from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame, writes_by_operator
 from espalier.torch_private import all_given, memory_id, plain_call
@@ -309,6 +310,9 @@ class Awaited(Kept):
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
             inner._is_retained = whole._is_retained
             whole = inner
+        if (scaled := _scaled_by_power_of_two(whole)) is not None:  # a loss that a GradScaler has scaled
+            inner, by = scaled
+            inner._known = whole._known / by if inner._known is None else inner._known
         if (place := whole._place) is not None and whole._step is not None:
             whole._step.args[0]._gone[place] = whole._known, whole._is_retained
 
@@ -324,9 +328,19 @@ class Awaited(Kept):
             with torch.no_grad(), self._source.dropped_by_error():
                 steps = [one._step for one in needed if one._known is None and one._step is not None]
                 given = [x for step in steps for x in given_in(step.args, step.kwargs, torch.Tensor)]
+                self._refuse_updated(given)
                 here = self._source.here(given)
                 self._known = evaluated(self, here, self._source.value)
         return self._known
+
+    def _refuse_updated(self, given: Iterable[torch.Tensor]) -> None:
+        """See that it is not made of parameters of the model that are others by now, wherever they lie."""
+        if self._source.is_updated and any(isinstance(x, DTensor) and x.requires_grad for x in given):
+            raise ValueError(
+                "A value that is made of the model's output and of its parameters, as by a call of one of its "
+                "modules, is asked for after optimizer.step(), and the parameters are others now. Ask for it "
+                "before the step: x.item(), or x.detach().sum()."
+            )
 
     def _as_leaf(self, source: Source) -> torch.Tensor:
         """Its value now, in the loss of another call of the model, where it gets a gradient.
@@ -778,3 +792,15 @@ _SLOW = (
     "for the other's sake. Quicker is one call on both inputs, model(torch.cat([a, b])).chunk(2). What needs "
     "no gradient, detach()."
 )
+
+
+def _scaled_by_power_of_two(loss: Awaited) -> tuple[Awaited, Any] | None:
+    """What a loss is that number times of, where that is so: it follows from the loss without rounding."""
+    step = loss._step
+    if step is None or getattr(step.func, "__name__", "").strip("_") not in ("mul", "rmul"):
+        return None
+    by, inner = (x for x in sorted(step.args[-2:], key=lambda x: isinstance(x, Awaited)))
+    if not isinstance(inner, Awaited) or isinstance(by, Awaited | DTensor) or not is_number(by):
+        return None
+    value = float(by)
+    return (inner, value) if math.isfinite(value) and math.frexp(abs(value))[0] == 0.5 else None

@@ -68,6 +68,10 @@ class Source(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether optimizers have made a step since the call."""
+
     def shapes(self) -> Any:
         """What the model gives, its tensors without data (on ``meta``)."""
 

@@ -234,6 +234,10 @@ class ModelRun:
     def known_losses(self) -> dict[Hashable, bool]:
         return self._passes.known_losses
 
+    @property
+    def is_updated(self) -> bool:
+        return self._passes.updates != self._updates
+
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
 
@@ -280,7 +284,7 @@ class ModelRun:
                 raise outputs[0]
             if len(outputs) == len(self._own):
                 return self._joined([(out, []) for out in outputs], self._own, is_kept=True)
-        if passes.updates != self._updates:
+        if self.is_updated:
             raise ValueError(
                 "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
                 "kept, and the parameters are others now. Ask for it before the step; or after the first "
@@ -346,7 +350,7 @@ class ModelRun:
 
     def _is_as_called(self) -> bool:
         """Whether it has not run, and what it computes with is what it was at the call."""
-        if self._has_run() or self._passes.updates != self._updates:
+        if self._has_run() or self.is_updated:
             return False
         try:
             self._refuse_written()
@@ -682,7 +686,7 @@ class ModelRun:
         passes, call = self._passes, self._passes.call
         leaves_beside = [*beside.values()]
         check_beside(leaves_beside, passes.plan)
-        if self._drawn_from is not None and passes.updates != self._updates:
+        if self._drawn_from is not None and self.is_updated:
             raise RuntimeError(
                 "backward() through a call of the model that a loss went back through before, and its "
                 "parameters were updated since: call the model again, or make the step after all backward "

@@ -521,7 +521,7 @@ def _try_once(model: nn.Module, inputs: Any) -> None:
     """Call a copy of a model, on all ranks: an error for such inputs is the program's, whatever the plan."""
     if not any(x.is_meta for x in (*parameters_in(model), *model.buffers())):
         with apart(model, inputs) as twin, torch.enable_grad():  # forwards may take gradients
-            called(twin.module, twin.extra)
+            called(twin.module, closed(twin.extra))
 
 
 def _warn(said: str) -> None:
