@@ -78,6 +78,7 @@ class Awaited(Kept):
         self._has_gone_back = self._is_retained = False
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
         self._only: Sequence[torch.Tensor] | None = None  # beside the model, what alone gets gradients
+        self._follows = False  # known as a multiple of it has gone back
         self._handed_on: list[Any] | None = None  # losses of other calls that are to go back behind it
         self._gone: dict[str | int, tuple[Any, bool]] = {}  # parts that went back as losses
         # in the loss of another call: after how many writes, what it was then, and its value
@@ -310,9 +311,7 @@ class Awaited(Kept):
             inner._known, inner._has_gone_back = whole._known * parts, True  # accelerate divides it
             inner._is_retained = whole._is_retained
             whole = inner
-        if (scaled := _scaled_by_power_of_two(whole)) is not None:  # a loss that a GradScaler has scaled
-            inner, by = scaled
-            inner._known = whole._known / by if inner._known is None else inner._known
+        self._tell_scaled(_scaled_by(whole))
         if (place := whole._place) is not None and whole._step is not None:
             whole._step.args[0]._gone[place] = whole._known, whole._is_retained
 
@@ -322,6 +321,9 @@ class Awaited(Kept):
 
     def _value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
+        if self._follows:  # as others of its call may be asked for
+            self._follows = False
+            self._source.asked_for()
         if self._known is None or (self._source.writes and not self._has_gone_back):
             needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
             refuse_written(one for one in needed if one._known is None)
@@ -332,6 +334,14 @@ class Awaited(Kept):
                 here = self._source.here(given)
                 self._known = evaluated(self, here, self._source.value)
         return self._known
+
+    def _tell_scaled(self, scaled: tuple[Any, Any] | None) -> None:
+        """What it is a multiple of has its value, too, where no rounding is in it: a GradScaler scales losses."""
+        if scaled is None or not isinstance(scaled[0], Awaited) or scaled[0]._known is not None:
+            return
+        inner, by = scaled[0], float(scaled[1])
+        if math.isfinite(by) and math.frexp(abs(by))[0] == 0.5:
+            inner._known, inner._follows = self._known / by, True
 
     def _refuse_updated(self, given: Iterable[torch.Tensor]) -> None:
         """See that it is not made of parameters of the model that are others by now, wherever they lie."""
@@ -794,13 +804,11 @@ _SLOW = (
 )
 
 
-def _scaled_by_power_of_two(loss: Awaited) -> tuple[Awaited, Any] | None:
-    """What a loss is that number times of, where that is so: it follows from the loss without rounding."""
+def _scaled_by(loss: Awaited) -> tuple[Any, Any] | None:
+    """Of a product with a number what that is, and the number."""
     step = loss._step
     if step is None or getattr(step.func, "__name__", "").strip("_") not in ("mul", "rmul"):
         return None
-    by, inner = (x for x in sorted(step.args[-2:], key=lambda x: isinstance(x, Awaited)))
-    if not isinstance(inner, Awaited) or isinstance(by, Awaited | DTensor) or not is_number(by):
-        return None
-    value = float(by)
-    return (inner, value) if math.isfinite(value) and math.frexp(abs(value))[0] == 0.5 else None
+    by, inner = sorted(step.args[-2:], key=lambda x: isinstance(x, Awaited))
+    is_number_of_its_own = not isinstance(by, Awaited | DTensor) and is_number(by)
+    return (inner, by) if is_number_of_its_own else None

@@ -72,6 +72,9 @@ class Source(Protocol):
     def is_updated(self) -> bool:
         """Whether optimizers have made a step since the call."""
 
+    def asked_for(self) -> None:
+        """A value of what it gives is: after a step, its outputs are to be kept from now on."""
+
     def shapes(self) -> Any:
         """What the model gives, its tensors without data (on ``meta``)."""
 

@@ -238,6 +238,9 @@ class ModelRun:
     def is_updated(self) -> bool:
         return self._passes.updates != self._updates
 
+    def asked_for(self) -> None:
+        self._passes.keeps_outputs = self._passes.keeps_outputs or self.is_updated
+
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
 

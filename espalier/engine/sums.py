@@ -76,6 +76,7 @@ class Sum(Awaited):
             )
         super().__init__(next(term.loss._source for term in terms if term.loss is not None))
         others = [term for term in terms if term.loss is None or term.factor is not None]
+        self._scaled: tuple[Any, Any] | None = None  # of what it is a multiple, and how many times
         self._terms = [*map(Term, losses.values()), *others]
 
     def __getattr__(self, name: str) -> Any:
@@ -142,9 +143,13 @@ class Sum(Awaited):
             if factors:  # which may be made of the same
                 torch.autograd.backward(factors, retain_graph=retain_graph)
         self._value()
+        self._tell_scaled(self._scaled)
         self._has_gone_back, self._is_retained = True, bool(retain_graph)
 
     def _value(self) -> Any:
+        if self._follows:
+            self._follows = False
+            self._source.asked_for()
         if self._known is None:
             with torch.no_grad():
                 self._known = sum(term.value() for term in self._terms)
@@ -178,7 +183,9 @@ def added(func: Callable[..., Any], args: Sequence[Any]) -> Sum | None:
         return None
     by = operator.mul if name == "mul" else operator.truediv
     if not isinstance(second, torch.Tensor) or not second.requires_grad:
-        return Sum([term.done(by, second) for term in terms[0]])
+        out = Sum([term.done(by, second) for term in terms[0]])
+        out._scaled = (first, second) if name == "mul" else None
+        return out
     factor = second if name == "mul" else 1 / second
     return Sum(
         [term._replace(factor=factor if term.factor is None else term.factor * factor) for term in terms[0]]

@@ -21,7 +21,9 @@ import espalier
 from tests.asked import ASKED
 from tests.pool import RankError
 from tests.ranks.habits import TOLERANCE, as_it_is
+from tests.zoo import drawn_mixes
 from tests.zoo.drawn_loops import Loop, plan
+from tests.zoo.drawn_mixes import Mix
 from tests.zoo.drawn_scenes import Scene, plans
 from tests.zoo.train import LOOSEST, MARGIN, TrialError, Verdict, apart, refusal_or_failure
 
@@ -36,11 +38,25 @@ def flat(values: list[Any]) -> torch.Tensor:
     return torch.cat([espalier.full_tensor(torch.as_tensor(v)).detach().double().flatten() for v in values])
 
 
+def laid(plan: dict[str, Any]) -> Callable[..., Any]:
+    """By a plan, and perhaps compiled."""
+    axes = {key: value for key, value in plan.items() if key != "compile"}
+    return partial(espalier.prepare, plan=axes, compile=plan.get("compile", False))
+
+
+def world_of(plan: dict[str, Any]) -> int:
+    """How many ranks a plan has."""
+    return espalier.Plan(**{key: value for key, value in plan.items() if key != "compile"}).world_size
+
+
 def drawn(group: str, seed: int) -> tuple[Callable[..., list[Any]], list[dict[str, Any]], str]:
     """What runs, given ways to lay models out, the plans for these, and what it is said to do."""
     if group == "scene":
         scene = Scene(seed)
         return scene.run, plans(seed), f"{scene.said} {scene.net().names}"
+    if group == "mix":
+        mix = Mix(seed)
+        return mix.run, drawn_mixes.plans(seed), f"{mix.said} {mix.net().names}"
     loop = Loop(seed)
     return lambda lays, *args, **named: loop.run(lays[0], *args, **named), [plan(seed)], loop.said
 
@@ -64,7 +80,7 @@ def compared(rank: int, world: int, group: str, seed: int, folder: str) -> Verdi
             if not (rounding < LOOSEST and math.isfinite(right.abs().max())):
                 return Verdict("unfit", f"a change of 1e-15 of its parameters makes one of {rounding:.1e}")
             try:
-                found = flat(run([partial(espalier.prepare, plan=one) for one in under], folder))
+                found = flat(run([laid(one) for one in under], folder))
             except Exception as error:
                 raise TrialError(refusal_or_failure(error)) from None
     finally:
@@ -82,13 +98,13 @@ def compared(rank: int, world: int, group: str, seed: int, folder: str) -> Verdi
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("group", "seed"), SEEDS)
 def test_a_drawn_loop(ranks: Any, group: str, seed: int, tmp_path: Path) -> None:
+    _, under, does = drawn(group, seed)
     try:
-        found = ranks(2, compared, group, seed, str(tmp_path), timeout=240.0)[0]
+        found = ranks(world_of(under[0]), compared, group, seed, str(tmp_path), timeout=240.0)[0]
     except RankError as error:
         if not isinstance(error.original, TrialError):
             raise
         found = error.original.verdict
-    _, under, does = drawn(group, seed)
     said = f"{does} under {under}: {found}"
     assert found.end in ("exact", "refused", "unfit"), said
     if found.end == "refused":
