@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.checkpoint import checkpoint
 
 import espalier
-from tests.ranks.habits import compare
+from tests.ranks.habits import batch, compare
 
 TOLERANCE = 1e-9
 Lay = Callable[..., Any]  # a model and optimizers, as they are or prepared
@@ -349,7 +349,46 @@ def padded_positions_left_out(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+class Recalling(nn.Module):
+    """Follows what it sees by a buffer that is given other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data = 0.9 * self.mean.data + 0.1 * x.detach().mean(0)
+        return torch.tanh(self.line(x)) * self.mean
+
+
+def values_of_losses_after_steps(lay: Lay) -> list[Any]:
+    """Of losses with factors that are trained, scaled, and of parts called once more."""
+    model = nn.Sequential(Recalling(), Recalling(), nn.Linear(6, 4)).double()
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    model, optimizer = lay(model, torch.optim.SGD([*model.parameters(), weight], 0.2))
+    out: list[Any] = []
+    for step in range(4):
+        x, y = batch(step)
+        given = model(x)
+        loss = weight.exp() * F.cross_entropy(given, y) + 0.1 * given.square().mean()
+        if step % 2:
+            loss = weight * loss + 0.1 * F.linear(given, model[2].weight.t()).square().mean()
+        optimizer.zero_grad()
+        (1024 * loss).backward()
+        for p in (*model.parameters(), weight):
+            p.grad /= 1024
+        optimizer.step()
+        out += [loss.item(), weight.detach().clone()]
+        model.eval()
+        with torch.inference_mode():
+            out.append(model(batch(9)[0][:4]).sum().item())
+        model.train()
+    return [*out, *model.state_dict().values()]
+
+
 PROGRAMS = (
+    values_of_losses_after_steps,
     padded_positions_left_out,
     averages_of_the_plain_model,
     states_of_fewer_bits,
@@ -375,7 +414,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 def compared(rank: int, world: int) -> None:
     for program in PROGRAMS:
         # of parts it would be a sum of means over tokens and over features
-        whole = program is hooks_that_a_forward_puts
+        whole = program in (hooks_that_a_forward_puts, values_of_losses_after_steps)
         compare(program, [(plan, {}) for plan in PLANS if not (whole and "accumulate" in plan)], TOLERANCE)
 
 

@@ -68,14 +68,14 @@ class Stack(nn.Module):
         self.up = nn.Parameter(torch.randn(4, 12, WIDTH) / 3)
         self.down = nn.Parameter(torch.randn(4, WIDTH, 12) / 3)
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
         for e in range(self.num_experts):
-            token, place = torch.where(index == e)
+            token, place = torch.where(top_k_index == e)
             if self.how == "hasty" and not len(token):
                 continue
-            y = F.linear(F.silu(F.linear(hidden[token], self.up[e])), self.down[e])
-            out = out.index_add(0, token, y * weights[token, place, None])
+            y = F.linear(F.silu(F.linear(hidden_states[token], self.up[e])), self.down[e])
+            out = out.index_add(0, token, y * top_k_weights[token, place, None])
         return out
 
 
