@@ -198,7 +198,7 @@ class _Dispatch:
             back = torch.empty_like(leg.order).scatter_(0, leg.order, _count_to(leg.order))
             outputs = send_rows(outputs[back], self._mesh, leg.axis, leg.gave, leg.got)
         every = outputs.new_zeros(tokens * k, outputs.shape[-1]).index_copy(0, chosen, outputs)
-        return (every.view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return (every.view(tokens, k, outputs.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _sorted(self, index: torch.Tensor) -> tuple[list[int], torch.Tensor, list[int] | None]:
         """How many of the choices go to each expert in reach, which, sorted by expert, and how many come.

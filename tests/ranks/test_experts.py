@@ -15,6 +15,7 @@ import espalier
 from espalier.models import build
 from espalier.models.moe import Experts
 from tests.ranks.test_engine import TOLERANCE, apart, batch, same_steps
+from tests.zoo.drawn_mixes import Routed
 
 SIZES = {
     "vocab_size": 37, "hidden": 24, "heads": 4, "kv_heads": 2, "layers": 2, "max_positions": 16,
@@ -171,6 +172,13 @@ def few_rows(rank: int, world: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A global batch of 1 rows leaves 1 of the 2 ranks")
         same(engine, plain, rows=1)
+        # of tokens that are rows themselves the other rank has none, either
+        plain = nn.Sequential(Routed("two"), nn.Linear(8, 2)).double()
+        net = espalier.prepare(copy.deepcopy(plain), plan={"data": 2, "expert": 2})
+        row = torch.linspace(-1, 1, 8, dtype=torch.float64)[None]
+        net(row).sum().backward()
+        plain(row).sum().backward()
+        assert apart(net, plain, gradients=True) < 1e-12
 
 
 def test_all_tokens_to_one_expert_and_ranks_without_tokens(ranks: Any) -> None:

@@ -120,6 +120,7 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = block.kernel
     if kernel == "plain":
         return _plain(block)
+    block = _in_rows(block)
     if kernel == "flash":
         out, lse, *_ = _FLASH(block.q, block.k, block.v, 0.0, block.causal, scale=block.scale)
         return out, lse
@@ -139,6 +140,7 @@ def forward(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fused(block: Block) -> torch.Tensor:
     """The output alone, by the CPU's kernel, which takes keys of fewer heads as they are: differentiable."""
+    block = _in_rows(block)
     q, k, v = block.q, block.k, block.v
     out: torch.Tensor = _CPU(q, k, v, 0.0, block.causal, attn_mask=_full(block), scale=block.scale)[0]
     return out
@@ -169,6 +171,7 @@ def backward(
     kernel = block.kernel
     if kernel == "plain":
         return _plain_back(block, grad, out, lse)
+    block, grad, out = _in_rows(block), _in_row(grad), _in_row(out)
     if kernel == "flash":
         unused = torch.empty((), dtype=torch.int64, device=grad.device)  # where there is no dropout
         rows, columns = block.q.shape[-2], block.k.shape[-2]
@@ -192,6 +195,15 @@ def backward(
             scale=block.scale,
         )  # fmt: skip
     return dq, _gathered(dk, block.k), _gathered(dv, block.v), None
+
+
+def _in_rows(block: Block) -> Block:
+    """With features one beside the other, as kernels take for granted."""
+    return block._replace(q=_in_row(block.q), k=_in_row(block.k), v=_in_row(block.v))
+
+
+def _in_row(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _spread(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
