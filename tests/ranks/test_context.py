@@ -96,6 +96,14 @@ def all_calls(rank: int, world: int) -> None:
         told = mesh.telling(context=word)
         for s, t, given in CALLS:
             same_attention(told, s, t, given, [Shard(2)])
+        turned = [espalier.rand(1, 4, 2, 8, device_mesh=told, placements=[Shard(3)]).mT for _ in "qkv"]
+        laid = [x.detach().requires_grad_() for x in turned]
+        assert laid[0].to_local().stride(-1) != 1
+        leaves = [x.full_tensor().detach().requires_grad_() for x in laid]
+        for inputs in (laid, leaves):
+            F.scaled_dot_product_attention(*inputs).mT.cos().sum().backward()
+        for x, leaf in zip(laid, leaves, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
     few = [espalier.rand(1, 2, 8, 4, device_mesh=mesh.telling(context="ulysses"), placements=[Shard(2)])] * 3
     if world > 2:
         with pytest.raises(ValueError, match=f"2 heads cannot be cut among {world} ranks.*at most 2 ranks"):
