@@ -27,6 +27,7 @@ from torch.distributions import Distribution, kl_divergence
 from torch.distributions.kl import register_kl
 
 from espalier.engine.awaited_source import Hook, Source, hooked
+from espalier.engine.changed import asked_after_step
 from espalier.engine.going_back import gone_back, hand_on, handed_out
 from espalier.engine.kept import (
     PARTS,
@@ -346,11 +347,7 @@ class Awaited(Kept):
     def _refuse_updated(self, given: Iterable[torch.Tensor]) -> None:
         """See that it is not made of parameters of the model that are others by now, wherever they lie."""
         if self._source.is_updated and any(isinstance(x, DTensor) and x.requires_grad for x in given):
-            raise ValueError(
-                "A value that is made of the model's output and of its parameters, as by a call of one of its "
-                "modules, is asked for after optimizer.step(), and the parameters are others now. Ask for it "
-                "before the step: x.item(), or x.detach().sum()."
-            )
+            raise asked_after_step()
 
     def _as_leaf(self, source: Source) -> torch.Tensor:
         """Its value now, in the loss of another call of the model, where it gets a gradient.

@@ -23,7 +23,7 @@ from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
-from espalier.engine.changed import marks_of, refuse_changed
+from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
 from espalier.engine.kept import cloned
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
@@ -239,7 +239,7 @@ class ModelRun:
         return self._passes.updates != self._updates
 
     def asked_for(self) -> None:
-        self._passes.keeps_outputs = self._passes.keeps_outputs or self.is_updated
+        self._passes.keeps_outputs |= self.is_updated
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
@@ -247,8 +247,7 @@ class ModelRun:
         Raises:
             ValueError: parameters were updated since, and the output was not kept.
         """
-        if self._kept is not None:
-            self._passes.keeps_outputs = True
+        self._passes.keeps_outputs |= self._kept is not None
         if self._value is None:
             self._value = self._computed()
         return closed(cloned(self._value))  # what a program keeps may write to it
@@ -288,11 +287,7 @@ class ModelRun:
             if len(outputs) == len(self._own):
                 return self._joined([(out, []) for out in outputs], self._own, is_kept=True)
         if self.is_updated:
-            raise ValueError(
-                "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
-                "kept, and the parameters are others now. Ask for it before the step; or after the first "
-                "step too: then it is kept in each."
-            )
+            raise asked_after_step()
         inputs = self._inputs
         if self._state.grad:
             self._refuse_written()
