@@ -127,7 +127,8 @@ def _forward(
         return _forward(module, *flat).view_as(hidden_states)
     first: Any = next(module.parameters(recurse=False))
     experts = layout_of(up_to_date(first))  # where a block is divided, nobody has made its parameters whole
-    mesh, cutting = experts.mesh, experts.cuts[0]
+    mesh = experts.mesh
+    cutting = [a for a in experts.cuts[0] if mesh.shape[a] > 1]
     layout = layout_of(hidden_states, mesh)
     states, out = [], []
     for a, s in enumerate(layout.axes):

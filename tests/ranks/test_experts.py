@@ -174,11 +174,16 @@ def few_rows(rank: int, world: int) -> None:
         same(engine, plain, rows=1)
         # of tokens that are rows themselves the other rank has none, either
         plain = nn.Sequential(Routed("two"), nn.Linear(8, 2)).double()
-        net = espalier.prepare(copy.deepcopy(plain), plan={"data": 2, "expert": 2})
+        net = espalier.prepare(copy.deepcopy(plain), plan={"data": 2, "expert": 2, "zero": 3})
+        found: list[torch.Tensor] = []
         row = torch.linspace(-1, 1, 8, dtype=torch.float64)[None]
         net(row).sum().backward()
         plain(row).sum().backward()
         assert apart(net, plain, gradients=True) < 1e-12
+        for one in (net, plain):  # parameters that are given lie otherwise
+            given = {name: p.detach() * 0.9 for name, p in one.named_parameters()}
+            found.append(espalier.full_tensor(torch.func.functional_call(one, given, (row,))))
+        assert (found[0] - found[1]).abs().max() < 1e-12
 
 
 def test_all_tokens_to_one_expert_and_ranks_without_tokens(ranks: Any) -> None:
