@@ -337,7 +337,7 @@ class Awaited(Kept):
         return self._known
 
     def _tell_scaled(self, scaled: tuple[Any, Any] | None) -> None:
-        """What it is a multiple of has its value, too, where no rounding is in it: a GradScaler scales losses."""
+        """What it is a multiple of has its value, too, without rounding: a GradScaler scales losses."""
         if scaled is None or not isinstance(scaled[0], Awaited) or scaled[0]._known is not None:
             return
         inner, by = scaled[0], float(scaled[1])
@@ -345,7 +345,11 @@ class Awaited(Kept):
             inner._known, inner._follows = self._known / by, True
 
     def _refuse_updated(self, given: Iterable[torch.Tensor]) -> None:
-        """See that it is not made of parameters of the model that are others by now, wherever they lie."""
+        """See that it is not made of parameters that are others by now.
+
+        Raises:
+            ValueError: it is.
+        """
         if self._source.is_updated and any(isinstance(x, DTensor) and x.requires_grad for x in given):
             raise asked_after_step()
 

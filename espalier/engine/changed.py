@@ -37,7 +37,7 @@ def asked_after_step() -> ValueError:
     """A value is asked for that was not kept, and hangs on parameters that a step has changed since."""
     return ValueError(
         "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
-        "kept, and the parameters are others now. Ask for it before the step (x.item(), or x.detach().sum()); "
+        "kept, and the parameters are others now. Ask for it before the step (x.item(), x.detach().sum()); "
         "or after the first step too: then the output is kept in each, but not what is made of it with "
         "parameters, as by a call of one of the model's modules."
     )

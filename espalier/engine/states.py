@@ -16,7 +16,7 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.several import inner_of, parts_of
-from espalier.tensor import DTensor, lay_out, redistribute
+from espalier.tensor import DTensor, full_tensor, lay_out, redistribute
 from espalier.tensor.deferred import make_values_real
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import is_whole
@@ -56,6 +56,7 @@ def lay_out_states(
     Raises:
         ValueError: one has no memory, and is on no tape.
     """
+    _take_whole(optimizer)
     with data.updating(keep=True, exchange=False, gradients=False):
         for p, state in optimizer.state.items():
             if isinstance(p, DTensor):
@@ -74,6 +75,20 @@ def lay_out_states(
     if "pipe" in data.mesh.outermost.names and data.strangers is None:
         data.strangers = Strangers(whole_among)
         data.mesh.outermost.strangers.add(data.strangers)
+
+
+def _take_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Make states whole, on all ranks, that come of another plan and are of a pipeline's parameters now.
+
+    Later the ranks of one stage alone would ask for them.
+    """
+    for p, state in optimizer.state.items():
+        if not isinstance(p, DTensor) or "pipe" not in (whole := p._layout.mesh.outermost).names:
+            continue
+        for name, x in state.items():
+            others = x._layout.mesh if isinstance(x, DTensor) and x.ndim else whole
+            if "pipe" not in others.outermost.names and others.size() == whole.size():
+                state[name] = full_tensor(x)
 
 
 class Strangers:
@@ -153,6 +168,7 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: all are of parameters in stages of other ranks.
     """
+    _take_whole(optimizer)
     held = held_by(optimizer)
     elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
     strange = elsewhere & set(optimizer.state)

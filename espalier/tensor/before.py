@@ -79,7 +79,9 @@ class Before:
             then.settle(table)
         if self._generators is not None and self._generators.as_now():
             self._generators = None
-        self._inferred = {name: (x, data) for name, (x, data) in self._inferred.items() if not x.is_inference()}
+        self._inferred = {
+            name: (x, data) for name, (x, data) in self._inferred.items() if not x.is_inference()
+        }
         if self._known is not None:
             late = {name: x for name, x in self._tensors.items() if written_mark(x) != self._marks[name]}
             # what they were is not known: so they are left as the first computation leaves them, and no more

@@ -1,8 +1,9 @@
 """Loops drawn by lot, around models drawn by lot, under plans drawn by lot, against one process in float64.
 
-Each seed draws all three (``tests/zoo/drawn_loops.py``, and ``drawn_scenes.py``, whose scenes may go on under
-a second plan): every number that the loop gives is that of plain torch, or the plan is refused with words
-that say what to do. ``ESPALIER_SWEEP=300`` in the environment draws 300 more.
+Each seed draws all three (``tests/zoo/drawn_loops.py``; ``drawn_scenes.py``, whose scenes may go on under a
+second plan; ``drawn_mixes.py``, with more in models, and in plans of two or four ranks): every number that
+the loop gives is that of plain torch, or the plan is refused with words that say what to do.
+``ESPALIER_SWEEP=300`` in the environment draws 300 more.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from tests.zoo.drawn_scenes import Scene, plans
 from tests.zoo.train import LOOSEST, MARGIN, TrialError, Verdict, apart, refusal_or_failure
 
 FOUND = (32, 39, 595)  # ended otherwise once
-FOUND_SCENES = (7, 29, 53, 88, 103)
+FOUND_SCENES = (7, 29, 53, 88, 103, 70953)
+FOUND_MIXES = (71057, 73025)
 SEEDS = [("loop", seed) for seed in (*range(6), *FOUND, *range(2000, 2000 + ASKED))]
 SEEDS += [("scene", seed) for seed in (*FOUND_SCENES, *range(2000, 2000 + ASKED))]
+SEEDS += [("mix", seed) for seed in (*FOUND_MIXES, *range(2000, 2000 + ASKED))]
 
 
 def flat(values: list[Any]) -> torch.Tensor:
@@ -95,7 +98,7 @@ def compared(rank: int, world: int, group: str, seed: int, folder: str) -> Verdi
     return Verdict("wrong", f"apart by {gap:.1e}, at first in number {at}")
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(4)
 @pytest.mark.parametrize(("group", "seed"), SEEDS)
 def test_a_drawn_loop(ranks: Any, group: str, seed: int, tmp_path: Path) -> None:
     _, under, does = drawn(group, seed)

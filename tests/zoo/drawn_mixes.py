@@ -199,9 +199,14 @@ class Owned(nn.Module):
         if self.how == "added":
             rows = h.reshape(-1, WIDTH)
             at = torch.arange(len(rows)) % 5
-            return h + torch.zeros_like(self.table).index_add(0, at, rows).index_select(0, at).reshape(h.shape) / 8
+            return (
+                h
+                + torch.zeros_like(self.table).index_add(0, at, rows).index_select(0, at).reshape(h.shape) / 8
+            )
         if self.how == "bilinear":
-            return torch.tanh(F.bilinear(h, x, self.table[:, :, None] * self.scale, None)).repeat_interleave(2, -1)[..., :WIDTH]
+            return torch.tanh(F.bilinear(h, x, self.table[:, :, None] * self.scale, None)).repeat_interleave(
+                2, -1
+            )[..., :WIDTH]
         if self.how == "mixed":
             return torch.einsum("...i,ki,kj->...j", h, self.table, self.table).softmax(-1) * self.scale
         return torch.tanh(h) * self.scale
@@ -276,7 +281,10 @@ def _plan(lot: random.Random, world: int, routed: bool, is_long: bool) -> dict[s
         found["compile"] = "aot_eager"
     if found["zero"] and lot.random() < 0.25:
         kinds = ["states", "gradients", "parameters"][: found["zero"]]
-        away = {kind: lot.choice(["host", "host", "disk"]) for kind in lot.sample(kinds, lot.randint(1, len(kinds)))}
+        away = {
+            kind: lot.choice(["host", "host", "disk"])
+            for kind in lot.sample(kinds, lot.randint(1, len(kinds)))
+        }
         found["offload"] = away | ({"directory": tempfile.gettempdir()} if "disk" in away.values() else {})
     found["recompute"] = lot.choice(["none", "none", "full", "selective"])
     found["recompute_inputs"] = lot.choice(["whole", "sharded", "host"])
