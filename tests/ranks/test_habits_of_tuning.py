@@ -424,6 +424,8 @@ def compared(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:p.grad is None here")  # in steps of one's own
 @pytest.mark.filterwarnings("ignore:The tensor-parallel layouts of")
 @pytest.mark.filterwarnings("ignore:Sequential cannot be split")  # a buffer is given other data
+@pytest.mark.filterwarnings("ignore:The model.s forward writes to its own weights")
+@pytest.mark.filterwarnings("ignore:torch.autograd.grad.*, or a loss that multiplies an output")
 @pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning")
 def test_habits_of_tuning(ranks: Any) -> None:
     ranks(2, compared)
