@@ -30,7 +30,6 @@ from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
 from espalier.engine.states import apart, like_parameter
-from espalier.engine.together import tell_of_unsaved
 from espalier.layout import Layout, Shard, local_box
 from espalier.layout.layout import Box, overlap
 from espalier.meanwhile import call_if_there
@@ -136,7 +135,6 @@ def index_and_tree(
     """
     state = _all_of(module)
     _refuse_sparse(state)
-    tell_of_unsaved(optimizer, module)
     tree = tree_of(module, optimizer, mesh, saves, state)
 
     def take(at: str, x: torch.Tensor) -> str:

@@ -6,23 +6,20 @@ encoder's weights, say, in one AdamW.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from espalier.engine.beside import held_by
 from espalier.engine.passes import Passes
 from espalier.engine.steps import Steps, engine_of_steps
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.plan import Offload, Plan
-from espalier.parallel.several import inner_of, parts_of
+from espalier.parallel.several import parts_of
 from espalier.tensor import DTensor
 from espalier.tensor.loans import is_whole
-from espalier.tensor.observers import user_frame
 from espalier.trees import instances_of
 
 
@@ -96,24 +93,6 @@ def refuse_cut_elsewhere(
         cut -= set(map(id, passes.call.module.parameters()))
     if cut:
         raise ValueError(_refused(optimizer, "another", model, "the other's engine is gone"))
-
-
-def tell_of_unsaved(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Tell of optimizers of a model's parameters that its engine does not know, and so does not save."""
-    own = {id(p) for p in model.parameters() if p.requires_grad}
-    known = [] if optimizer is None else parts_of(optimizer)
-    known = [*known, *filter(None, map(inner_of, known))]
-    for other in instances_of(torch.optim.Optimizer):
-        # one that an engine had has another's step
-        if not other.state or hasattr(other.step, "engine") or any(other is x for x in known):
-            continue
-        if any(id(p) in own for p in held_by(other)):
-            warnings.warn(
-                f"engine.save(): {type(other).__name__}, made of the prepared model's parameters, is not the "
-                "engine's, and its states are not saved. Write engine.attach(optimizer, instead=True) "
-                "where it is made, or save optimizer.state_dict() beside.",
-                stacklevel=user_frame()[0],
-            )
 
 
 def _refused(optimizer: torch.optim.Optimizer, other: str, model: nn.Module, reason: str) -> str:

@@ -399,16 +399,6 @@ def beside_the_model(rank: int, world: int, folder: Path) -> None:
     draws.set_state(found["numpy"])
     assert draws.rand(3).tolist() == expected
     assert repr(found["tensors"].keys()) == repr(given["tensors"].keys())
-    other = torch.optim.AdamW(net.parameters())
-    net(torch.ones(4, 4)).sum().backward()
-    other.step()
-    other.zero_grad()
-    with pytest.warns(
-        UserWarning, match="AdamW, made of the prepared model's parameters, is not the engine's"
-    ):
-        engine.save(folder / "other")
-    engine.attach(other, instead=True)
-    engine.save(folder / "its")
 
 
 def test_what_is_saved_beside_the_model(ranks: Any, tmp_path: Path) -> None:

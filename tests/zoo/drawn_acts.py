@@ -474,7 +474,7 @@ def _moved(s: Scene) -> None:
 
 def _moved_by_engine(s: Scene) -> None:
     """The same by checkpoints."""
-    # optimizers that the engine was not told of are in no checkpoint, which a warning says
+    # optimizers that the engine was not told of are in no checkpoint
     if s.is_plain or s.changed or not all(map(s.model.engine.has_optimizer, s.optims)):
         _moved(s)
         return
