@@ -103,9 +103,8 @@ def initialize(
     if optimizer is not None:
         optimizer = as_one(optimizer)
         check_optimizer(optimizer, model, plan)
-    _make_dense(model)
-    see_all_rows(model)
-    _warn_of_compiled(model)
+    for meet in (_make_dense, see_all_rows, _warn_of_compiled):
+        meet(model)
     to_compile = compilable(model, plan) if compile else []
     arranged = {"table": layouts, "branches": branches}
     engine = Engine(model, optimizer, plan, on, loss_fn, arranged, max_grad_norm, count, recompute_policy)
