@@ -41,6 +41,7 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
+from espalier.parallel.tensor.infer import Sample
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dry_runs import States
@@ -91,19 +92,24 @@ class ModelCall:
         """A batch that has but these inputs."""
         return inputs if self.loss_fn is None else (inputs, None)
 
-    def sample(self, batch: Any) -> Any:
-        """The model's inputs of one row of a batch, whole; of all, where one is sparse: a graph of rows."""
-        inputs = None if batch is None else self.parted(batch)[0]
+    def sample(self, batch: Any) -> Sample | None:
+        """The model's inputs, whole, and of one row; of all, where one is sparse: a graph of rows."""
+        if batch is None:
+            return None
+        inputs = self.parted(batch)[0]
         rows = None if any(map(is_sparse, tensors_in([inputs]))) else 1
 
-        def first(x: Any) -> Any:
+        def whole(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             refuse_nested(x)
-            device = next(parameters_in(self.module)).device
-            return full_tensor(x)[:rows].to(device) if x.ndim and rows else full_tensor(x).to(device)
+            return full_tensor(x).to(next(parameters_in(self.module)).device)
 
-        return tree_map(first, inputs)
+        def first(x: Any) -> Any:
+            return x[:rows] if isinstance(x, torch.Tensor) and x.ndim and rows else x
+
+        every = tree_map(whole, inputs)
+        return Sample(tree_map(first, every), every)
 
     def cast(self, x: Any) -> Any:
         """An input as the model computes: floats in the dtype of its parameters, where these are cast."""

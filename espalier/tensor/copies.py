@@ -108,6 +108,8 @@ class Apart:
         """Let go of the copy: its parameters and buffers are emptied, whoever holds them."""
         with torch.no_grad(), raw():
             for x in self._tensors.copies:
+                if x.layout is not torch.strided:
+                    continue  # a sparse one takes no other memory
                 x.data = torch.empty(0, dtype=x.dtype, device=x.device)
         self.forget()
 

@@ -40,7 +40,7 @@ from espalier.trees import tensors_in, tree_map
 
 _grad = getter("grad")
 # their content is whatever the memory held
-_UNSET = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
+_UNSET = frozenset("empty empty_like empty_strided empty_permuted new new_empty new_empty_strided".split())
 _SIMPLE = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, slice, type(...))
 
 _PLAIN = (

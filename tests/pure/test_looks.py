@@ -18,7 +18,7 @@ from torch import nn
 import espalier
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.split import split
-from espalier.parallel.tensor.infer import InferenceWarning, infer
+from espalier.parallel.tensor.infer import InferenceWarning, Sample, infer
 from espalier.tensor.copies import Apart, apart
 from espalier.tensor.traces import untraced
 
@@ -182,6 +182,9 @@ def test_a_row_that_the_model_does_not_take_is_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         infer(net, torch.ones(1, 5), 2)
     assert infer(net, torch.ones(1, 6), 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        infer(net, Sample(torch.ones(1, 5), torch.ones(4, 5)), 2)
+    assert infer(net, Sample(torch.ones(6), torch.ones(4, 6)), 2), "of the whole batch"
 
 
 def test_what_cannot_be_copied_is_named() -> None:

@@ -583,6 +583,28 @@ STAGED = (
     recomputed_drawn_and_averaged,
 )
 STAGES: tuple[dict[str, Any], ...] = ({"pipe": 2}, {"pipe": 2, "recompute": "full"})
+
+
+class EachRow(nn.Module):
+    """Has a weight for each row, and is not called with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.each = nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(torch.cat((x[:, 1:], self.each), 1))))
+
+
+def weights_for_each_row(prepare: Any) -> list[Any]:
+    """The model does not take one row; a number of a weight's kind is made of it."""
+    model = EachRow()
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    losses = [trained(model, optimizer, step) for step in range(2)]
+    return [*losses, model.up.weight, model.each, model.up.weight.new(3).zero_() + model.down.bias.sum()]
+
+
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 1},
@@ -614,6 +636,7 @@ def compared(rank: int, world: int) -> None:
     compare(blocks_that_are_copied_and_changed, [(PLANS[4], {}), ({"tensor": 2, "recompute": "full"}, {})])
     told_of_time()
     compare(parts_that_are_decorated, [(plan, {}) for plan in (PLANS[0], PLANS[3], PLANS[5], *STAGES)])
+    compare(weights_for_each_row, [({"tensor": 2}, {})])
     for change in (tied, exchanged, others):
         refused_among_stages(change)
     model = espalier.prepare(net(), plan={"data": 2})

@@ -99,6 +99,20 @@ class Choices:
         self.tried: dict[Any, tuple[dict[Any, Cost], str]] = {}
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Arguments to look at a model with.
+
+    Attributes:
+        row: of one row.
+        whole: of the batch: where a model does not take one row (its states are [layers, rows, ...], a
+            parameter has one for each row, the batch has no dim of rows), it is looked at with these.
+    """
+
+    row: Any
+    whole: Any
+
+
 choices: ContextVar[Choices | None] = ContextVar("espalier.choices", default=None)
 """Of the model that is laid out; None: it is of no interest to other runs."""
 
@@ -108,13 +122,14 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
 
     Args:
         model: a plain module; a copy of it is run forward once on ``batch``, without gradients.
-        batch: arguments of the model: a dict, tuple or tensor.
+        batch: arguments of the model: a dict, tuple or tensor, or a sample of them.
         around: see :func:`run_once`.
     """
     shared = choices.get()
     recorder = _StreamRecorder(model, ranks, None if shared is None else shared.parameters)
+    given = batch.row if isinstance(batch, Sample) else batch
     try:
-        run_once(model, batch, around, recorder.of)
+        run_once(model, given, around, recorder.of)
     except NotCopiedError as error:
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} are inferred from a run of a copy, and "
@@ -125,6 +140,8 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
         )
         return []
     except Exception as error:
+        if isinstance(batch, Sample):
+            return infer(model, batch.whole, ranks, around)
         _try_plain(model, batch)
         warnings.warn(
             f"The tensor-parallel layouts of {type(model).__name__} could not be inferred, so its parameters "
@@ -138,15 +155,10 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
 
 
 def _try_plain(model: nn.Module, batch: Any) -> None:
-    """Run a copy as it is, on two rows: an error then is the program's, whatever the plan."""
+    """Run a copy as it is: an error then is the program's, whatever the plan."""
     if any(x.is_meta for x in (*parameters_in(model), *model.buffers(), *tensors_in(batch))):
         return
-
-    def doubled(x: Any) -> Any:
-        is_row = isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == 1 and x.layout is torch.strided
-        return torch.cat([x, x]) if is_row else x
-
-    run_once(model, tree_map(doubled, batch), lambda copy: torch.enable_grad())
+    run_once(model, batch, lambda copy: torch.enable_grad())
 
 
 def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
@@ -458,12 +470,13 @@ class Calls:
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """While open, note calls."""
+        """While open, note calls; those of an earlier run are forgotten."""
+        of = self.of = {}
 
         def note(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
             with without_torch_functions(), suppress(Exception):
                 # what a block may write to (a cache of keys and values) is noted as it is before
-                self.of.setdefault(name, copy.deepcopy(tree_map(_shape_of, (args, kwargs))))
+                of.setdefault(name, copy.deepcopy(tree_map(_shape_of, (args, kwargs))))
 
         with ExitStack() as hooks:
             for name, block in blocks.items():
@@ -701,7 +714,7 @@ def choose(
     Args:
         ranks: of the tensor axis.
         blocks: by name.
-        batch: the model's arguments, of one row.
+        batch: the model's arguments, of one row, or a sample of them.
         rows: that a rank computes at a time.
         among: whose ranks all choose here: each tries a part, and tells the others of it.
 
@@ -758,7 +771,7 @@ def _groups(
     else:
         groups = [Group({p: d for p, d in described.items() if p.startswith(f"{name}.")}) for name in blocks]
         with suppress(Exception):  # then nothing is tried
-            run_once(model, batch, watching)
+            run_once(model, batch.row if isinstance(batch, Sample) else batch, watching)
     if shared is not None:
         shared.inferred[known] = groups, calls
     return groups, calls

@@ -143,6 +143,7 @@ def set_data(
     torch.Tensor.new_empty,
     torch.Tensor.new_full,
     torch.Tensor.new_tensor,
+    torch.Tensor.new,
 )
 def new(
     func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,6 +152,8 @@ def new(
     if loans.are_tensors(func, args, kwargs):
         args, kwargs = loans.read(func, args, kwargs)
         return func(*args, **kwargs)
+    if func is torch.Tensor.new and any(type(x) is DTensor for x in args[1:]):
+        return args[1].detach()  # as torch has it: the same memory
     mesh = args[0]._layout.mesh
     with raw():
         out = func(*args, **kwargs)
