@@ -79,3 +79,11 @@ _WRITES = (
     "step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
     "engine.train_step(batch), which asks for nothing between."
 )
+
+
+def tell_of_earlier(error: Exception) -> None:
+    warnings.warn(
+        f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
+        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
+        stacklevel=user_frame()[0],
+    )

@@ -113,7 +113,7 @@ class MicroBatches:
         writing = filter(self._left_by, of.stages.local)
         self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in writing}
         self._device = mesh.device()
-        self._states, self._after = _random_states(self.agreed, of.stages.local, mesh)
+        self._states, self._after = random_states(self.agreed, of.stages.local, mesh)
         self._dice: Dice | None = None
         rolling = [split.dice for split in self._splits if split.dice is not None]
         self._loss_draws = self._draws_in_loss()
@@ -432,7 +432,7 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
     return {(stage, micro) for stage, micro in last.items() if stage and places[stage - 1] != rank}
 
 
-def _random_states(
+def random_states(
     agreed: Sequence[InferredShapes], local: Sequence[int], mesh: Mesh
 ) -> tuple[dict[tuple[int, int], tuple[States, States]], States | None]:
     """The states of torch's generators before and after each stage of this rank and micro-batch, and all.

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import move
 from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import Board, agree, any_says, compared_with_first, numbers_of_all
+from espalier.comm.control import Board, agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
@@ -26,7 +25,13 @@ from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
 from espalier.engine.looks import let_look, tell_of_writes
-from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
+from espalier.engine.micro_batches import (
+    MicroBatches,
+    Prediction,
+    StageContext,
+    random_states,
+    zeros_where_unknown,
+)
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
@@ -46,16 +51,18 @@ from espalier.layout import Layout, gradient_layout
 from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.compose import Stages, Undivided
+from espalier.parallel.compose import Stages, Undivided, refuse_unlike
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.record import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
+from espalier.parallel.pipeline.runtime import InferredShapes
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
+from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
@@ -83,6 +90,7 @@ class Staged(Passes):
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
         self.to_run: list[ModelRun] = []
         self.draws: bool | None = None
+        self._agreed: dict[Hashable, Sequence[InferredShapes]] = {}  # see drawn_to
         self.keeps_outputs = False  # of training passes behind the first step, see ModelRun
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
@@ -116,9 +124,9 @@ class Staged(Passes):
         try:
             stages = self._stages = Stages(module, self.plan, self.mesh, example, costs)
         except SplitError:
-            self._refuse_unlike(["cannot be divided"])
+            refuse_unlike(self.mesh, ["cannot be divided"])
             raise
-        self._refuse_unlike(stages.split.described())
+        refuse_unlike(self.mesh, stages.split.described())
         if unmeasured is not None and not isinstance(stages.split, Undivided):
             raise unmeasured
         sample, rows = call.sample(batch), call.batches.share(batch)
@@ -129,28 +137,6 @@ class Staged(Passes):
         arrangement.parts = stages.parts
         stages.prepare(arrangement, call.mesh)
         return arrangement
-
-    def _refuse_unlike(self, found: list[str]) -> None:
-        """See that all ranks have divided the model alike.
-
-        Raises:
-            ValueError: they have not.
-        """
-        if self.mesh.is_dry:
-            return
-        said, alike = compared_with_first(self.mesh, b"", json.dumps(found).encode(), "stages")
-        if alike:
-            return
-        first = json.loads(said)
-        pairs = zip_longest(found, first, fillvalue="nothing more")
-        here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        where = f" Here: {here}; on the first rank: {there}." if here else ""
-        raise ValueError(
-            f"The model's forward is not the same on all ranks.{where} In a pipeline each rank finds the "
-            "stages by itself: what a forward does may not hang on which rank it is (get_rank(), environment "
-            "variables), nor on the order of a set, another one in each process without one PYTHONHASHSEED "
-            "(espalier run sets it). Do that outside of the model, or train under a plan without pipe."
-        )
 
     def _example(self, x: Any) -> Any:
         """An input to trace the model on."""
@@ -355,6 +341,7 @@ class Staged(Passes):
                 call.value()  # which shows what it sets
                 split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
+        call.draw()
         self.hide()
         if self.stages.split.writes_weights:
             tell_of_writes()
@@ -362,6 +349,17 @@ class Staged(Passes):
         elif self.observers.look_forward and not self.mesh.is_dry:
             call.value()
         return Awaited(call)
+
+    def drawn_to(self, inputs: Any, key: Hashable) -> States | None:
+        """Where generators are once a model has drawn for inputs of a key; None: not, or by values."""
+        split = self.stages.split
+        if self.mesh.is_dry or isinstance(split, Undivided) or split.remembers or split.dice is not None:
+            return None
+        if key not in self._agreed:
+            assert self.data is not None
+            work = Prediction(self._context(self.data), [inputs], lambda name: None, counts=False)
+            self._agreed[key] = work.agreed
+        return random_states(self._agreed[key], (), self.mesh)[1]
 
     def _on_all_ranks(self, x: Any) -> Any:
         """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not, and

@@ -25,6 +25,7 @@ from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
 from espalier.engine.kept import cloned
+from espalier.engine.looks import tell_of_earlier
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (
@@ -90,6 +91,7 @@ class StagedPasses(Protocol):
     def before(self) -> Before: ...
     def hide(self) -> None: ...
     def lay_out(self, inputs: Any) -> None: ...
+    def drawn_to(self, inputs: Any, key: Hashable) -> States | None: ...
     def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor: ...
     def written(self) -> tuple[int, int]: ...
     def output(self, inputs: Any) -> Any: ...
@@ -153,7 +155,7 @@ class ModelRun:
         self.is_whole, self.is_of_all = not self.is_part and is_one, False
         self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
-        # before a value was computed in its place; what its loss is to draw from
+        # before it drew, or a value was computed in its place; what its loss is to draw from
         self._begins: States | None = None
         self._buffers: Before | None = None  # as they were, where that pass has written to them
         self._loss_begins: States | None = None
@@ -182,6 +184,17 @@ class ModelRun:
         few = 0 < self.rows() < self._passes.plan.accumulate  # a micro-batch itself, it seems
         self._passes.lay_out(self._parts(self._inputs, whole=few)[0][0])
         self._written = self._passes.written()
+
+    def draw(self) -> None:
+        """Let the program draw behind what the model draws, as on one process, though it runs later."""
+        if self.is_part or self.batch is not None or self._passes.plan.accumulate > 1:
+            return
+        key = *self._form_key, _shapes_of(self._inputs), *(mode for _, mode in self._modes)
+        with self._as_called():
+            ends = self._passes.drawn_to(self._inputs, key)
+        if ends is not None:
+            self._begins = states(self.device)
+            restore(self.device, ends)
 
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
@@ -299,7 +312,7 @@ class ModelRun:
         if not self._state.grad and (self._trains or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
         device = passes.mesh.device()
-        ends: States | None = None
+        ends, has_drawn = cast(States | None, None), self._begins is not None
         try:
             with self._looking(), self._as_called():
                 begins = states(device)
@@ -309,8 +322,9 @@ class ModelRun:
                     ends, others = states(device), Generators()
         finally:
             if ends is not None and self._state.grad and self._drawn_from is None:
-                self._begins = begins
-                restore(device, ends)  # later calls draw behind it, whether it fails, or its loss goes back
+                if not has_drawn:  # later calls draw behind it, whether it fails, or its loss goes back
+                    self._begins = begins
+                    restore(device, ends)
                 others.restore()
                 if self._trains:
                     passes.draws = passes.draws or not equal(begins, ends)
@@ -332,7 +346,7 @@ class ModelRun:
                     with torch.no_grad():
                         run.value()
                 except Exception as error:  # of all ranks
-                    _tell_of_earlier(error)
+                    tell_of_earlier(error)
 
     @contextmanager
     def dropped_by_error(self) -> Iterator[None]:
@@ -474,6 +488,8 @@ class ModelRun:
                 yield
         else:
             drawn, before = states(device), passes.before()
+            if self._begins is not None:
+                restore(device, self._begins)
             try:
                 with names_put_back(passes.call.module):
                     yield
@@ -792,11 +808,3 @@ def _settings(modules: Iterable[torch.nn.Module]) -> Hashable:
     held = [config for m in modules if hasattr(config := vars(m).get("config"), "__dict__")]
     said = {id(config): vars(config).items() for config in held}
     return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
-
-
-def _tell_of_earlier(error: Exception) -> None:
-    warnings.warn(
-        f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
-        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
-        stacklevel=user_frame()[0],
-    )

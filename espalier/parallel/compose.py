@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections import Counter
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -18,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from espalier.blocks import around, blocks, named_parameters_in, named_tensors_in, parameters_in
-from espalier.comm.control import gather_objects
+from espalier.comm.control import compared_with_first, gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
@@ -515,6 +517,29 @@ class Stages:
             ]
             return replace(of, micro_batches=m, actions=tuple(rows))
         return find_schedule(self._kind, plan.pipe, m, self._per_rank)
+
+
+def refuse_unlike(mesh: Mesh, found: list[str]) -> None:
+    """See that all ranks have divided the model alike.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if mesh.is_dry:
+        return
+    said, alike = compared_with_first(mesh, b"", json.dumps(found).encode(), "stages")
+    if alike:
+        return
+    first = json.loads(said)
+    pairs = zip_longest(found, first, fillvalue="nothing more")
+    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    where = f" Here: {here}; on the first rank: {there}." if here else ""
+    raise ValueError(
+        f"The model's forward is not the same on all ranks.{where} In a pipeline each rank finds the "
+        "stages by itself: what a forward does may not hang on which rank it is (get_rank(), environment "
+        "variables), nor on the order of a set, another one in each process without one PYTHONHASHSEED "
+        "(espalier run sets it). Do that outside of the model, or train under a plan without pipe."
+    )
 
 
 def _try_once(model: nn.Module, inputs: Any) -> None:

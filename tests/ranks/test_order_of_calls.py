@@ -76,6 +76,28 @@ def called_in_another_mode(plan: dict[str, int]) -> list[float]:
     return found
 
 
+def drawn_in_between(plan: dict[str, int]) -> list[float]:
+    """Another model, and the program itself, draw behind a call whose loss has yet to go back."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    plain: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = espalier.prepare(net, optimizer, plan=plan)
+    teacher, found = espalier.prepare(plain, plan=plan), []
+    for step in range(4):
+        out = model(torch.eye(3)[: 2 + step % 2])
+        if step == 2:
+            found.append(out.mean().item())
+        with torch.set_grad_enabled(step % 2 == 0):
+            by = teacher(torch.ones(2 + step % 2, 3)).detach()
+        loss = (out * torch.rand(3) - by).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), torch.rand(()).item()]
+    return found
+
+
 class Picky(nn.Module):
     """Takes no rows that are not finite."""
 
@@ -122,6 +144,7 @@ def all_of_it(rank: int, world: int, expected: list[list[float]] | None) -> list
             for layer in (nn.Dropout(0.5), *map(Marked, ("python", "own", "count")))
         ]
         found.append(called_in_another_mode(plan))
+        found.append(drawn_in_between(plan))
         found.append(passed_over(plan))
     finally:
         torch.set_default_dtype(torch.float32)
