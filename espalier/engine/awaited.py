@@ -475,6 +475,12 @@ class Awaited(Kept):
     def __format__(self, spec: str) -> str:
         return format(self._value(), spec)
 
+    def __repr__(self) -> str:
+        # asks nobody: one rank may print alone, and debuggers do
+        if self._known is None or (self._source.writes and not self._has_gone_back):
+            return "<what a pipeline has yet to compute: where all ranks ask, x.item() and f'{x}' give it>"
+        return repr(self._known)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._write(_set_item, (key, value), {})
 
@@ -557,6 +563,8 @@ class Count(Awaited, int):
 
     def __new__(cls, number: int, source: Source, step: Step | None) -> Self:
         return int.__new__(cls, number)
+
+    __repr__ = int.__repr__
 
     def __init__(self, number: int, source: Source, step: Step | None) -> None:
         super().__init__(source, step)

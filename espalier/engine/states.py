@@ -192,6 +192,15 @@ class _StatesOfStages(defaultdict[Any, Any]):
             return _Elsewhere(self, p)
         return super().__missing__(p)
 
+    def __delitem__(self, p: Any) -> None:
+        self.pop(p)
+
+    def pop(self, p: Any, *default: Any) -> Any:
+        """Drop a state, where it is: all ranks may."""
+        if p not in self and not default and isinstance(p, DTensor) and not p._layout.mesh.is_member:
+            return _Elsewhere(self, p)
+        return super().pop(p, *default)
+
 
 class _Elsewhere(dict[str, Any]):
     """States of a parameter in a stage of other ranks: nothing, until an optimizer puts it there."""

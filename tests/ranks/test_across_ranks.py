@@ -17,6 +17,8 @@ from torch import nn
 
 import espalier
 from espalier import DTensor, Mesh, Partial, Placement, Replicate, Shard
+from espalier.tensor.fallback import on_wholes
+from espalier.tensor.rules.across_ranks import meets_ranks
 
 # its name before torch 2.13
 scattered = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -136,7 +138,9 @@ def of_losses(rank: int, world: int, plan: dict[str, int], rows: str) -> None:
         loss = F.cross_entropy(net(x), y)
         with pytest.raises(TypeError, match=r"Give it x\.detach\(\)\.clone\(\)"):
             dist.all_reduce(loss)
+        assert "yet to compute" in repr(loss), "asks nobody"
         loss.backward()
+        assert repr([loss]) == repr([torch.tensor(loss.item(), dtype=torch.float64)])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.all_")
@@ -170,6 +174,13 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return summed(grad)
+
+
+def test_they_are_known_where_dtensors_come_into_them() -> None:
+    """As they may where models are prepared already when another is recorded: its backward pass hung."""
+    kinds = dist_functions._AllReduce, dist_functions._AllGather
+    assert all(meets_ranks(f.apply) and meets_ranks(on_wholes(f)) for f in kinds)
+    assert not meets_ranks(Reduced.apply) and not meets_ranks(on_wholes(Reduced))
 
 
 class Codebook(nn.Module):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functions
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from espalier.meanwhile import having
@@ -71,7 +72,7 @@ _KNOWN_OUTCOMES = frozenset(
 _WITH_GRADIENTS = frozenset(
     kind
     for kind in vars(dist_functions).values()
-    if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    if isinstance(kind, type) and issubclass(kind, Function) and kind is not Function
 )
 
 
@@ -187,7 +188,8 @@ def meets_ranks(func: Any) -> bool:
     """Whether a call of it sends tensors to other ranks."""
     if func in COLLECTIVES:
         return True
-    return getattr(func, "__name__", "") == "apply" and getattr(func, "__self__", None) in _WITH_GRADIENTS
+    function = function_of(func)  # or what on_wholes makes of one
+    return function is not None and not _WITH_GRADIENTS.isdisjoint(function.__mro__)
 
 
 _NAMES = frozenset(func.__name__ for func in COLLECTIVES)
