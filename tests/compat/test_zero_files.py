@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from espalier.checkpoint.index import FormatError
 from espalier.checkpoint.sinks import export
 from espalier.checkpoint.sources import open_any
 from espalier.checkpoint.zero_files import read_zero, run_of, tagged
@@ -87,6 +88,11 @@ def write(folder: Path, stage: int, ranks: int) -> None:
     }
     (folder / "tag").mkdir(parents=True)
     (folder / "latest").write_text("tag")
+    if stage == 0:
+        state = {**common, "param_shapes": None, "module": model.state_dict()}
+        state["optimizer"] = optimizer.state_dict()
+        torch.save(state, folder / "tag" / "mp_rank_00_model_states.pt")
+        return
     options = [{k: x for k, x in group.items() if k != "params"} for group in optimizer.param_groups]
     for rank in range(ranks):
 
@@ -151,7 +157,7 @@ def test_read(tmp_path: Path, stage: int, ranks: int) -> None:
     assert run.counters == {"global_steps": 3, "global_samples": 12} and run.client_state == {"epoch": 7}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_goes_on(tmp_path: Path, stage: int) -> None:
     """As if it had begun there; and the weights go through ``espalier import``."""
     write(tmp_path / "theirs", stage, 2)
@@ -174,6 +180,10 @@ def test_training_goes_on(tmp_path: Path, stage: int) -> None:
     for name, x in engine.state_dict().items():
         torch.testing.assert_close(x, right.state_dict()[name], rtol=1e-6, atol=1e-7)
     out = tmp_path / "ours"
+    if stage == 0:
+        with pytest.raises(FormatError, match="their names are not in it: load it into the model"):
+            export(tmp_path / "theirs" / "tag", out, "espalier", tree="model", optimizer=True)
+        return
     assert export(tmp_path / "theirs" / "tag", out, "espalier", tree="model", optimizer=True) == 9 + 3 * 5
     found, (model, optimizer) = open_any(out), trained()
     assert found.values["steps"] == 3

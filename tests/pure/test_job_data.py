@@ -36,9 +36,16 @@ def tokenizer(tmp_path):
     return folder
 
 
-def job(tmp_path, **data):
+def job(tmp_path, vocab_size=64, **data):
     tables = {
-        "model": {"kind": "gpt", "vocab_size": 64, "layers": 1, "hidden": 8, "heads": 1, "max_positions": 16},
+        "model": {
+            "kind": "gpt",
+            "vocab_size": vocab_size,
+            "layers": 1,
+            "hidden": 8,
+            "heads": 1,
+            "max_positions": 16,
+        },
         "data": {"cache": str(tmp_path / "cache"), **data},
         "train": {"batch_size": 4, "sequence": 8, "eval_batches": 2},
     }
@@ -157,6 +164,25 @@ def test_mixtures_keep_to_their_shares(weights):
     for which, share in enumerate(mix.shares):
         assert abs(counts[which] - share * 2500) <= 60
         assert [i for w, i in places if w == which] == list(range(counts[which]))
+
+
+def test_a_mixture_has_one_tokenizer_and_a_validation_of_its_own(tmp_path):
+    """Trained on all of its sources, and on nothing that is kept for validation; found again."""
+    for name, words in (("a", "alpha beta"), ("b", "omega psi"), ("kept", "alpha omega")):
+        (tmp_path / f"{name}.txt").write_text(f"{words} " * 60)
+    mixture = [{"source": str(tmp_path / f"{name}.txt"), "weight": w} for name, w in (("a", 1.0), ("b", 3.0))]
+    made, told = job(tmp_path, vocab_size=300, mixture=mixture, validation=str(tmp_path / "kept.txt")), []
+    corpus = prepare(made, told.append)
+    assert "training a tokenizer of 300 on 2 sources" in told[0]
+    again = []
+    assert prepare(made, again.append).tokenizer_file == corpus.tokenizer_file and not again
+    tokenizer = corpus.tokenizer
+    assert {len(tokenizer.encode(f" {word}").ids) for word in ("alpha", "omega")} == {1}
+    weights, texts = zip(*corpus.parts, strict=True)
+    assert weights == (1.0, 3.0)
+    ((_, held),) = corpus.validation
+    assert tokenizer.decode(held.ids.tolist()).startswith("alpha omega alpha omega")
+    assert [tokenizer.decode(x.ids[:2].tolist()).split()[0] for x in texts] == ["alpha", "omega"]
 
 
 def test_rows_hang_on_nothing_but_their_place():
