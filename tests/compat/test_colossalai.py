@@ -642,3 +642,42 @@ def test_names_beside_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(model.weight, torch.nn.Linear(3, 2).weight)
     with pytest.raises(NotImplementedError, match="ShardConfig is not there: Booster"):
         colossalai.shardformer.ShardConfig()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="answers of a CPU")
+def test_small_answers() -> None:
+    """Of timers, of utilities and of the accelerator, on a machine without a GPU."""
+    utilities, timers = colossalai.utils, colossalai.utils.MultiTimer()
+    timers.start("a")
+    seconds = timers.stop("a", keep_in_history=True)
+    timer = timers.get_timer("a")
+    assert timer.has_history and timer.get_history_sum() == seconds == timers.history("a")[0]
+    timers.reset("b")
+    assert timer.has_history
+    timers.reset("a")
+    timers.set_status(False)
+    assert not (timer.has_history or timers.is_on())
+    given, cpu = torch.ones(3), torch.device("cpu")
+    utilities.free_storage(given)
+    utilities.colo_set_process_memory_fraction(0.5)
+    line, here = nn.Linear(1, 1), colossalai.accelerator.get_accelerator()
+    grads = []
+    for enable in (False, True):
+        with utilities.conditional_context(torch.no_grad(), enable):
+            grads.append(torch.is_grad_enabled())
+    for answer, right in (
+        (grads, [True, False]),
+        (given.untyped_storage().size(), 0),
+        (utilities.get_current_device(), cpu),
+        (utilities.is_ddp_ignored(given), False),
+        (utilities.colo_device_memory_used(cpu), 0),
+        (utilities.colo_device_memory_capacity(cpu) > 2**20, True),
+        (utilities.set_to_cuda([line]), line),
+        (utilities.set_to_cuda([line, line]), [line, line]),
+        (vars(utilities.get_default_parser().parse_args(["--rank", "3"]))["rank"], 3),
+        (here.communication_backend, "gloo"),
+        (here.get_device_properties(), None),
+        (here.get_version()[0], "3"),
+        (here.device_name(), "cpu"),
+    ):
+        assert answer == right

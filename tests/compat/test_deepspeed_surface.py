@@ -329,6 +329,53 @@ def test_what_programs_take_from_submodules() -> None:
     assert deepspeed.ops.lamb.FusedLamb([torch.nn.Parameter(x.detach())]).defaults["lr"] > 0
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="answers of a CPU")
+def test_small_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the accelerator, of utilities and of timers, on a machine without a GPU."""
+    here, x = deepspeed.get_accelerator(), torch.tensor([3.0, 4.0])
+    here.set_device(0)
+    here.manual_seed(3)
+    state = here.get_rng_state()
+    drawn = torch.rand(2)
+    here.set_rng_state(state)
+    free, whole = here.available_memory(), here.total_memory()
+    assert torch.equal(torch.rand(2), drawn) and here.initial_seed() == 3 and 0 < free <= whole
+    assert here.supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
+    assert here.pin_memory(x) is x and here.on_accelerator(x) and here.random() is torch.random
+    answers = [
+        (here.current_device_name(), "cpu"),
+        (here.current_device(), 0),
+        (here.device_count(), 1),
+        (here.communication_backend_name(), "gloo"),
+        (here.is_bf16_supported(), True),
+        (here.is_triton_supported(), False),
+        (here.max_memory_reserved(), 0),
+        (here.is_pinned(x), False),
+        (here.Stream() or here.current_stream() or here.Event(), None),
+        (here.FloatTensor, torch.FloatTensor),
+    ]
+    utilities = deepspeed.runtime.utils
+    answers += [
+        (utilities.get_global_norm([3.0, 4.0]), 5.0),
+        (bool(utilities.has_inf_or_nan(x)), False),
+        (bool(utilities.has_inf_or_nan(x / 0)), True),
+        (utilities.clip_tensors_by_global_norm([y := x.clone()], 1.0, eps=0.0), 5.0),
+        (utilities.move_to_device({"a": [x, 1]}, "meta")["a"][0].device.type, "meta"),
+        (utilities.get_ma_status(), 0),
+    ]
+    copied = utilities.copy_to_device([x, drawn], "cpu", lambda each: each is x)
+    assert copied[0] is not x and torch.equal(copied[0], x) and copied[1] is drawn
+    torch.testing.assert_close(y, x / 5)
+    for answer, right in answers:
+        assert answer == right
+    monkeypatch.setattr("espalier.compat.deepspeed.runtime.running_rank", lambda: 1)
+    utilities.memory_status("two", print_rank=0)
+    utilities.see_memory_usage("three", force=True)
+    assert not capsys.readouterr().out
+    utilities.memory_status("one", print_rank=1)
+    assert capsys.readouterr().out.startswith("one\nallocated 0.00 GB")
+
+
 def test_the_configuration_comes_by_the_command_line(tmp_path: Path) -> None:
     """As ``add_config_arguments`` reads it."""
     file = tmp_path / "ds.json"

@@ -163,8 +163,11 @@ def empty_cache() -> None:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Print, on rank 0, bytes of the accelerator and the host; nothing without ``force``."""
-    if not force or running_rank():
-        return
+    if force and not running_rank():
+        _print_memory(message)
+
+
+def _print_memory(message: str) -> None:
     gc.collect()
     device = get_accelerator()
     peak = device.max_memory_allocated() / _GB
@@ -175,9 +178,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """:func:`see_memory_usage`."""
+    """:func:`see_memory_usage`, on a rank, or on all."""
     if print_rank in (-1, running_rank()):
-        see_memory_usage(msg, force=True)
+        _print_memory(msg)
 
 
 def get_ma_status() -> int:
