@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -36,7 +37,9 @@ from espalier.torch_private import (
     open_transform,
     own_buffers,
     own_parameters,
+    takes_tangents,
 )
+from espalier.trees import tensors_in
 
 
 class EngineModule(nn.Module):
@@ -93,7 +96,7 @@ class EngineModule(nn.Module):
 
         Raises:
             ValueError: in a transform of torch.func, before the model is laid out.
-            NotImplementedError: in one, in a pipeline.
+            NotImplementedError: in one, or given tangents, in a pipeline.
         """
         given: GivenState | None = self.__dict__.pop("_given_state", None)
         if given is not None:
@@ -104,6 +107,8 @@ class EngineModule(nn.Module):
                 self.engine.attach(optimizer)
         if open_transform() is not None:
             return self._transformed(args, kwargs)
+        if takes_tangents() and self.engine.plan.pipe > 1:
+            _refuse_tangents(self.engine.plan, (args, kwargs))
         return self.engine.outputs(bound(self.module, args, kwargs), self._rows)
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -429,6 +434,20 @@ _NOT_OF_MODEL = frozenset(
 )
 # torch's that move or cast: they change nothing here, whatever the model does around them
 _MOVES = frozenset(name for name, method in vars(nn.Module).items() if goes_by_apply(method))
+
+
+def _refuse_tangents(plan: Plan, inputs: Any) -> None:
+    """See that none of a pipeline's inputs has a tangent, which stages do not hand on.
+
+    Raises:
+        NotImplementedError: one has.
+    """
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors_in(inputs)):
+        raise NotImplementedError(
+            f"The model is given tensors with tangents (torch.autograd.forward_ad) in a pipeline ({plan}): "
+            "stages do not hand tangents on. Take derivatives by torch.autograd.grad(..., "
+            "create_graph=True), or plan without pipe."
+        )
 
 
 def _own_methods(model: nn.Module) -> list[str]:

@@ -311,3 +311,20 @@ def of_a_prepared_model(rank: int, world: int, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", [{"data": 2}, {"data": 2, "zero": 3}])
 def test_second_derivatives_of_a_prepared_model(ranks: Any, plan: dict[str, Any]) -> None:
     ranks(2, of_a_prepared_model, plan)
+
+
+def into_stages(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
+    x = torch.ones(8, 4, dtype=F64)
+    expected = net(x)
+    net, _ = prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan={"pipe": 2})
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="stages do not hand tangents on"):
+            net(forward_ad.make_dual(x, x))
+        torch.testing.assert_close(full_tensor(net(x).detach()), expected.detach())
+
+
+def test_tangents_of_inputs_of_stages_are_refused(ranks: Any) -> None:
+    """They were lost: none came out."""
+    ranks(2, into_stages)
