@@ -70,7 +70,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
     loss = closure()  # as the step begins, and as the first batch lays the model out
     own = [group["params"] for group in optimizer.param_groups]
     held = [p for params in own for p in params if type(p) is DTensor]
-    calls = 0
+    calls, filled = 0, list[DTensor]()
     try:
         with of_all_stages(optimizer):
             every = [group["params"] for group in optimizer.param_groups]
@@ -81,6 +81,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                 nonlocal calls, loss
                 calls += 1
                 if calls > 1:
+                    _drop(filled)
                     _hold(optimizer, own)
                     loss = closure()
                     _hold(optimizer, every)
@@ -88,11 +89,29 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                     with raw():
                         for i, (grad,) in _brought(grads, held[0]._layout.mesh.outermost).items():
                             _set_grad(copies[i], grad)
+                filled[:] = _filled(copies)
                 return loss
 
             return type(optimizer).step(optimizer, found)
     finally:
         keep_own_list(optimizer)
+        _drop(filled)
+
+
+def _drop(params: Sequence[DTensor]) -> None:
+    """Drop their gradients."""
+    with raw():
+        for p in params:
+            _set_grad(p, None)
+
+
+def _filled(params: Sequence[DTensor]) -> list[DTensor]:
+    """Give those without a gradient one of zeros, beside them: what a rank makes of one may lie elsewhere."""
+    with raw():
+        bare = [p for p in params if p.grad is None]
+        for p in bare:
+            _set_grad(p, stamp(torch.zeros_like(plain(p)), p._layout))
+    return bare
 
 
 def _hold(optimizer: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]]) -> None:

@@ -28,6 +28,23 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
 
 
+class Turns(nn.Module):
+    """Layers in turn, so that stages have copies of them, and a parameter that nothing is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.one, self.other, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.other(torch.tanh(self.one(x))))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
 def residual(model: Any, step: int) -> torch.Tensor:
     x = torch.rand(8, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     x.requires_grad_()
@@ -77,7 +94,7 @@ def on_two(rank: int, world: int) -> None:
         assert model.engine.steps == 3
 
 
-def in_stages(rank: int, world: int) -> None:
+def in_stages(rank: int, world: int, net: Callable[[], nn.Module] = net) -> None:
     """All ranks have all parameters and gradients while the step goes."""
     plain = net()
     expected = solve(plain, lbfgs(plain), 3, error)
@@ -93,6 +110,7 @@ def in_stages(rank: int, world: int) -> None:
         for name, x in model.engine.full_state_dict().items():
             assert (x - plain.state_dict()[name]).abs().max() < TOLERANCE, (plan, name)
         assert model.engine.steps == 3 and all(p.requires_grad for p in optimizer.param_groups[0]["params"])
+        assert net is not Turns or model.unused.grad is None
 
 
 def resumed(rank: int, world: int, folder: str) -> None:
@@ -130,7 +148,8 @@ def test_a_closure_is_called_as_on_one_process(ranks: Any) -> None:
 
 
 def test_a_closure_is_called_with_all_stages(ranks: Any) -> None:
-    ranks(2, in_stages)
+    for made in (net, Turns):
+        ranks(2, in_stages, made)
 
 
 @pytest.mark.world(4)
