@@ -26,6 +26,7 @@ import torch
 from torch.distributions import Distribution, kl_divergence
 from torch.distributions.kl import register_kl
 
+from espalier.device import is_accelerator
 from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.changed import asked_after_step
 from espalier.engine.going_back import gone_back, hand_on, handed_out
@@ -340,9 +341,13 @@ class Awaited(Kept):
         """What it is a multiple of has its value, too, without rounding: a GradScaler scales losses."""
         if scaled is None or not isinstance(scaled[0], Awaited) or scaled[0]._known is not None:
             return
-        inner, by = scaled[0], float(scaled[1])
-        if math.isfinite(by) and math.frexp(abs(by))[0] == 0.5:
-            inner._known, inner._follows = self._known / by, True
+        inner, by = scaled
+        by = by.detach() if isinstance(by, torch.Tensor) else by
+        # an accelerator is not waited for: what scalers have there are powers of two
+        is_far = isinstance(by, torch.Tensor) and is_accelerator(by.device)
+        if not is_far and (not math.isfinite(by) or math.frexp(abs(by))[0] != 0.5):
+            return
+        inner._known, inner._follows = self._known / by, True
 
     def _refuse_updated(self, given: Iterable[torch.Tensor]) -> None:
         """See that it is not made of parameters that are others by now.

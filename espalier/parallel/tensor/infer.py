@@ -155,10 +155,15 @@ def infer(model: nn.Module, batch: Any, ranks: int, around: Around = nullcontext
 
 
 def _try_plain(model: nn.Module, batch: Any) -> None:
-    """Run a copy as it is: an error then is the program's, whatever the plan."""
+    """Run a copy as it is: an error then is the program's, whatever the plan.
+
+    But of one that tells of what is missing, or of another kind: what a program has put in a forward's place
+    may know the model alone, not a copy.
+    """
     if any(x.is_meta for x in (*parameters_in(model), *model.buffers(), *tensors_in(batch))):
         return
-    run_once(model, batch, lambda copy: torch.enable_grad())
+    with suppress(AttributeError, NameError, TypeError):
+        run_once(model, batch, lambda copy: torch.enable_grad())
 
 
 def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
