@@ -180,6 +180,8 @@ def _call(call: Call, rank: int) -> Any:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    # torch's compiler turns it off in processes that have compiled, and what is checked is asked of all ranks
+    torch.distributions.Distribution.set_default_validate_args(__debug__)
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for action, message, category, module, line in call.filters:
