@@ -323,9 +323,7 @@ class Awaited(Kept):
 
     def _value(self) -> Any:
         """What it is, without gradients: all ranks must ask."""
-        if self._follows:  # as others of its call may be asked for
-            self._follows = False
-            self._source.asked_for()
+        self._note_asked()
         if self._known is None or (self._source.writes and not self._has_gone_back):
             needed = with_writes(self, lambda one: one._made_of() if one._known is None else ())
             refuse_written(one for one in needed if one._known is None)
@@ -336,6 +334,12 @@ class Awaited(Kept):
                 here = self._source.here(given)
                 self._known = evaluated(self, here, self._source.value)
         return self._known
+
+    def _note_asked(self) -> None:
+        """Where it is known as a multiple of it has gone back, let the call know: others may be asked for."""
+        if self._follows:
+            self._follows = False
+            self._source.asked_for()
 
     def _tell_scaled(self, scaled: tuple[Any, Any] | None) -> None:
         """What it is a multiple of has its value, too, without rounding: a GradScaler scales losses."""

@@ -82,6 +82,7 @@ _WRITES = (
 
 
 def tell_of_earlier(error: Exception) -> None:
+    """Warn of a call that fails as it runs before a later one, for what it draws and writes."""
     warnings.warn(
         f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
         "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",

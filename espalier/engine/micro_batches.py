@@ -35,11 +35,13 @@ from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDr
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.dry_runs import Dice, States, draw_again, equal, restore, states
+from espalier.tensor.dry_runs import Dice, Draw, States, draw_again, equal, restore, states
 from espalier.tensor.observers import user_frame, watching
 from espalier.tensor.random import stream_of
 from espalier.torch_private import gradient_hooks, hooks_after_gradient, raw
 from espalier.trees import tree_map
+
+Draws = tuple[tuple[Draw, ...], ...]  # of each stage, from torch's generators
 
 
 class StageContext(NamedTuple):
@@ -113,7 +115,7 @@ class MicroBatches:
         writing = filter(self._left_by, of.stages.local)
         self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in writing}
         self._device = mesh.device()
-        self._states, self._after = random_states(self.agreed, of.stages.local, mesh)
+        self._states, self._after = random_states(self.draws, of.stages.local, mesh)
         self._dice: Dice | None = None
         rolling = [split.dice for split in self._splits if split.dice is not None]
         self._loss_draws = self._draws_in_loss()
@@ -134,6 +136,11 @@ class MicroBatches:
             self._writes = {name: of.stages.home(name) for name in sorted(names)}
         if model is not of.call.module:
             self._splits = [split.on(model) for split in self._splits]
+
+    @property
+    def draws(self) -> list[Draws]:
+        """What each micro-batch draws."""
+        return [of.draws for of in self.agreed]
 
     def _tell_of_labels(self) -> None:
         """Warn where micro-batches go their own ways through the model by what their labels are."""
@@ -433,21 +440,24 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
 
 
 def random_states(
-    agreed: Sequence[InferredShapes], local: Sequence[int], mesh: Mesh
+    draws_of: Sequence[Draws], local: Sequence[int], mesh: Mesh
 ) -> tuple[dict[tuple[int, int], tuple[States, States]], States | None]:
     """The states of torch's generators before and after each stage of this rank and micro-batch, and all.
 
     They are those of one process, which does a micro-batch after the other.
+
+    Args:
+        draws_of: each micro-batch.
     """
     states_around: dict[tuple[int, int], tuple[States, States]] = {}
-    if mesh.is_dry or not any(draws for of in agreed for draws in of.draws):
+    if mesh.is_dry or not any(map(any, draws_of)):
         return states_around, None
     if mesh.size() > 1:
         stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
     device = mesh.device()
     before = now = states(device)
-    for micro, of in enumerate(agreed):
-        for stage, draws in enumerate(of.draws):
+    for micro, stages in enumerate(draws_of):
+        for stage, draws in enumerate(stages):
             draw_again(draws, device)
             was, now = now, states(device)
             if stage in local:

@@ -103,6 +103,7 @@ def on_host(x: Any) -> Any:
 
 
 def on_device(x: Any) -> Any:
+    """What :func:`on_host` has brought, where it was."""
     if not isinstance(x, torch.Tensor):
         return x
     device, layout = x._came_from  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ from espalier.engine.copies import Copies
 from espalier.engine.kept import cloned
 from espalier.engine.looks import let_look, tell_of_writes
 from espalier.engine.micro_batches import (
+    Draws,
     MicroBatches,
     Prediction,
     StageContext,
@@ -58,7 +59,6 @@ from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.measure import measured_by_all
 from espalier.parallel.pipeline.record import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
-from espalier.parallel.pipeline.runtime import InferredShapes
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
@@ -90,7 +90,7 @@ class Staged(Passes):
         self.numbers: Iterator[int] = itertools.count()  # of calls of the model
         self.to_run: list[ModelRun] = []
         self.draws: bool | None = None
-        self._agreed: dict[Hashable, Sequence[InferredShapes]] = {}  # see drawn_to
+        self._draws: dict[Hashable, Sequence[Draws]] = {}  # see drawn_to
         self.keeps_outputs = False  # of training passes behind the first step, see ModelRun
         self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
         self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
@@ -355,11 +355,11 @@ class Staged(Passes):
         split = self.stages.split
         if self.mesh.is_dry or isinstance(split, Undivided) or split.remembers or split.dice is not None:
             return None
-        if key not in self._agreed:
+        if key not in self._draws:
             assert self.data is not None
             work = Prediction(self._context(self.data), [inputs], lambda name: None, counts=False)
-            self._agreed[key] = work.agreed
-        return random_states(self._agreed[key], (), self.mesh)[1]
+            self._draws[key] = work.draws
+        return random_states(self._draws[key], (), self.mesh)[1]
 
     def _on_all_ranks(self, x: Any) -> Any:
         """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not, and

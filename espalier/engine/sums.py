@@ -147,9 +147,7 @@ class Sum(Awaited):
         self._has_gone_back, self._is_retained = True, bool(retain_graph)
 
     def _value(self) -> Any:
-        if self._follows:
-            self._follows = False
-            self._source.asked_for()
+        self._note_asked()
         if self._known is None:
             with torch.no_grad():
                 self._known = sum(term.value() for term in self._terms)

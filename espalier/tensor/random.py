@@ -155,14 +155,9 @@ def in_single(x: float) -> float:
 
 def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of uniform values in [0, 1), multiples of the dtype's resolution."""
-    return uniform_at(element_index(layout, device), key, dtype)
-
-
-def uniform_at(index: torch.Tensor, key: Key, dtype: torch.dtype) -> torch.Tensor:
-    """The :func:`uniform` values of elements of these flat global indices; ``index`` is overwritten."""
     digits = _DIGITS.get(dtype, 24)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    top = _right(bits(_unfollowed(index), key), 64 - digits)
+    top = _right(bits(_unfollowed(element_index(layout, device)), key), 64 - digits)
     return top.to(wide).mul_(2.0**-digits).to(dtype)
 
 
