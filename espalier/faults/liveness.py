@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
+import gc
 import os
-import re
 import select
 import signal
 import socket
 import struct
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, repeat, takewhile
+from operator import attrgetter, call, itemgetter
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from espalier.device import mark
+
+_T = TypeVar("_T")
 
 _PROC: Final = Path("/proc")
 _CPU_SHARE: Final = 0.01  # of a core: less is not work
@@ -230,7 +235,7 @@ class _Seen(NamedTuple):
 
 class _Frame(NamedTuple):
     file: str
-    line: str
+    line: int | None
     function: str
 
 
@@ -252,37 +257,38 @@ def _seen(thread: int) -> _Seen | None:
 def _stacks() -> dict[int, list[_Frame]]:
     """The frames of each other thread, innermost first, by its identifier.
 
-    As they are written in one call that makes no objects. Frames taken one after another, in Python, may be
-    those of a function that has returned by then: where garbage is collected as a frame is made, CPython 3.11
-    writes into the memory of what the thread runs now, or gives what lies there. And who holds a frame holds
-    what its function's names held, tensors too.
+    Read in one call of C, during which no other thread runs: of frames that Python takes one by one the first
+    ones have returned by the last, and who holds a frame holds what its function's names held, tensors too.
+    CPython 3.11 asks for more. Where it collects garbage as it makes a frame object, it writes into memory of
+    what the thread runs now: none is collected here. And ``faulthandler``, which would write all this in one
+    call, ends the process where it meets a thread of C++ that is just becoming one of Python's.
     """
-    memory = getattr(os, "memfd_create", None)
-    try:
-        with tempfile.TemporaryFile() if memory is None else open(memory("stacks"), "r+b") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            text = file.read().decode(errors="replace")
-    except OSError:  # no descriptor is left
-        return {}
-    stacks: dict[int, list[_Frame]] = {}
-    frames: list[_Frame] = []
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            stacks[int(head[1], 16)] = frames = []
-        elif said := _FRAME.match(line):
-            frames.append(_Frame(_unescaped(said[1]), said[2], _unescaped(said[3])))
-    stacks.pop(threading.get_ident(), None)
-    return stacks
+    frames: dict[int, FrameType] = {}
+    threads: list[int] = []
+    stacks: list[list[tuple[CodeType, int | None]]] = []
+    innermost = map(itemgetter(slice(1, None)), _in_turn(frames.items()))
+    outwards = map(accumulate, map(chain, innermost, repeat(repeat("f_back"))), repeat(getattr))
+    lines = map(map, repeat(attrgetter("f_code", "f_lineno")), map(takewhile, repeat(bool), outwards))
+    steps: list[Callable[[], object]] = [
+        partial(frames.update, chain.from_iterable(map(dict.items, map(call, [sys._current_frames])))),
+        partial(threads.extend, _in_turn(frames)),
+        partial(stacks.extend, map(list, lines)),
+        frames.clear,
+    ]
+    if gc.isenabled() and sys.version_info < (3, 12):
+        steps = [gc.disable, *steps, gc.enable]
+    deque(map(call, steps), maxlen=0)
+    own = threading.get_ident()
+    return {
+        thread: [_Frame(code.co_filename, line, code.co_name) for code, line in stack]
+        for thread, stack in zip(threads, stacks, strict=True)
+        if thread != own
+    }
 
 
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[0][2:], 16)), text)
-
-
-_THREAD: Final = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+)")
-_FRAME: Final = re.compile(r'  File "(.*)", line (.*) in (.*)')
-_ESCAPE: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+def _in_turn(collection: Iterable[_T]) -> Iterator[_T]:
+    """What is in it when the first is asked for."""
+    return chain.from_iterable((collection,))
 
 
 def _module(frame: _Frame) -> str:

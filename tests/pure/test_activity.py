@@ -1,5 +1,6 @@
 """What a watch sees of another process."""
 
+import ctypes
 import gc
 import math
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from espalier.comm import collectives
 from espalier.faults.diagnosis import Heard, Sign, Verdict, judge
-from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready
+from espalier.faults.liveness import Activity, Device, Look, Signals, _seen, computed_by, is_ready
 from espalier.faults.settings import Faults
 from espalier.faults.watchdog import Watchdog, _Stderr
 from espalier.mesh import Mesh
@@ -206,12 +208,26 @@ def _looks_while_functions_return() -> None:
     watcher.join()
 
 
+def _looks_while_threads_begin() -> None:
+    """States of threads are made without the interpreter's lock, as for threads of C++ that call Python."""
+    libc, python = ctypes.CDLL(None), ctypes.pythonapi
+    python.PyInterpreterState_Get.restype = ctypes.c_void_p
+    interpreter, many = ctypes.c_void_p(python.PyInterpreterState_Get()), ctypes.c_size_t(200_000)
+    # which calls what it is to compare with, and finds nothing
+    begin = partial(libc.lfind, interpreter, interpreter, ctypes.byref(many), 0, python.PyThreadState_New)
+    beginner = threading.Thread(target=begin)
+    beginner.start()
+    while beginner.is_alive():
+        _seen(0)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_look_is_safe_while_functions_return():
+@pytest.mark.parametrize("looks", [_looks_while_functions_return, _looks_while_threads_begin])
+def test_a_look_is_safe(looks: Callable[[], None]) -> None:
     pid = os.fork()
     if not pid:
         signal.alarm(20)  # what is overwritten may wait for ever
-        _looks_while_functions_return()
+        looks()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 
