@@ -27,8 +27,10 @@ The work:
   autograd the operands are results of operations, as activations are. ``R @ S(1)`` is a column-parallel
   product, ``S(1) @ S(0)`` a row-parallel one.
 * *step*: a whole step of training, of a GPT of 12 blocks so small that its kernels cost next to nothing: what
-  the host takes for it, which limits a fast device. A plain loop, DistributedDataParallel, and Espalier's
-  engine at stage 0, all in a world of one process.
+  the host takes for it, which limits a fast device. A plain loop, DistributedDataParallel, and Espalier at
+  stage 0: its engine's step, and *prepared* the plain loop behind ``espalier.prepare``. In a world of one
+  process; and of two, where Espalier brings gradients to where they are summed, the plain loop does not, and
+  DistributedDataParallel cannot run in the fake group.
 * *AdamW*: a step over 30 parameters of a small transformer, as most programs call it and in all three
   forms that torch has. Plain parameters have the local shapes. Both ways: ``espalier.engine.update``, which
   the engine's ``step()`` calls, and ``optimizer.step()`` called directly on DTensor parameters, which runs on
@@ -120,8 +122,11 @@ def main() -> int:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", module="torch")
     report = Report()
-    training_step(report)
+    start("cpu")
+    training_step(report, 1)
+    finish()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    training_step(report, 2)
     names = ("tensor",)
     meshes = [
         DeviceMesh("cpu", [1], mesh_dim_names=names),
@@ -140,23 +145,30 @@ def main() -> int:
 # ---- a step of training
 
 
-def training_step(report: Report) -> None:
+def training_step(report: Report, ranks: int) -> None:
     """A GPT of 12 tiny blocks: forward, backward, AdamW."""
-    start("cpu")
     sizes = {"vocab_size": 64, "max_positions": 8, "hidden": 32, "heads": 2, "layers": 12}
-    ids = torch.randint(0, 64, (1, 9))
-    data = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    nets = [build("gpt2", sizes) for _ in range(3)]
-    engine = espalier.initialize(nets[2], torch.optim.AdamW(nets[2].parameters()), {"data": 1, "zero": 0})
+    rows = torch.randint(0, 64, (ranks, 9))
+    data = {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    own = {name: x[-1:] for name, x in data.items()}
+    nets = [build("gpt2", sizes) for _ in range(4)]
+    plan = {"data": ranks, "zero": 0}
+    engine = espalier.initialize(nets[2], torch.optim.AdamW(nets[2].parameters()), plan)
+    prepared, optimizer = espalier.prepare(nets[3], torch.optim.AdamW(nets[3].parameters()), plan=plan)
     contenders = {
-        "plain": Contender(partial(by_hand, nets[0], fused_adamw(nets[0]), data)),
-        "DDP": Contender(partial(by_hand, DistributedDataParallel(nets[1]), fused_adamw(nets[1]), data)),
-        "Espalier": Contender(lambda: engine.train_step(engine.local_batch(data, size=1))),
+        "plain": Contender(partial(by_hand, nets[0], fused_adamw(nets[0]), own)),
+        "Espalier": Contender(lambda: engine.train_step(engine.local_batch(own, size=ranks))),
+        "Espalier, prepared": Contender(partial(by_hand, prepared, optimizer, data)),
     }
+    peer, bar = "plain", 2.0
+    if ranks == 1:
+        ddp = DistributedDataParallel(nets[1])
+        peer, bar = "DDP", 1.25
+        contenders[peer] = Contender(partial(by_hand, ddp, fused_adamw(nets[1]), own))
     times = in_turns(contenders, rounds=100, warmup=10)
-    report.add("step of a GPT", times, "Espalier", "DDP", 1.25)
-    report.add("step of a GPT", times, "Espalier", "plain")
-    finish()
+    name = f"step of a GPT, {ranks} rank{'s'[: ranks > 1]}"
+    report.add(name, times, "Espalier", peer, bar)
+    report.add(name, times, "Espalier, prepared", peer, bar)
 
 
 def by_hand(net: nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, torch.Tensor]) -> None:

@@ -68,6 +68,7 @@ class Layout:
         "_gradient",
         "_loan",
         "_placements",
+        "_summed",
         "axes",
         "cuts",
         "is_firm",
@@ -92,6 +93,7 @@ class Layout:
     own: Layout
     _loan: weakref.ref[Layout] | None
     _gradient: Layout | None
+    _summed: Layout | None
     _placements: tuple[Placement, ...]
 
     def __new__(
@@ -184,6 +186,15 @@ class Layout:
         if not self.deferred:
             return self
         return Layout.of(self.mesh, tuple(R if s == D else s for s in self.axes), self.cuts, self.shape)
+
+    @property
+    def summed(self) -> Layout:
+        """This layout where nothing is left to sum: along axes of one rank."""
+        if self._summed is None:
+            sizes = self.mesh.shape
+            axes = tuple(R if n == 1 and is_partial(s) else s for n, s in zip(sizes, self.axes, strict=True))
+            self._summed = Layout.of(self.mesh, axes, self.cuts, self.shape)
+        return self._summed
 
     def with_deferred(self, axes: Sequence[int]) -> Layout:
         """This layout with the replicated ones among ``axes`` deferred."""
@@ -333,7 +344,7 @@ def _build(
     self.mesh, self.axes, self.cuts, self.shape = mesh, axes, cuts, shape
     self.local_shape = local_sizes(shape, cuts, mesh.shape, mesh.coordinate)
     self.padded_shape = local_sizes(shape, cuts, mesh.shape, (0,) * mesh.ndim)
-    self._gradient = self._loan = None
+    self._gradient = self._loan = self._summed = None
     self.own = self
     self.is_firm = not any(is_partial(s) for s in axes)
     self.is_plain = all(n == 1 or s == R for n, s in zip(mesh.shape, axes, strict=True))

@@ -217,7 +217,7 @@ class DTensor(torch.Tensor):
         if grad is None:
             grad = attributes.get("_reduced")
         elif type(grad) is not DTensor:
-            stamp(grad, _known(gradient_layout(self._layout)))
+            stamp(grad, gradient_layout(self._layout).summed)
         if (seen := attributes.get("_seen")) is not None:
             return seen.shown(self, grad)
         if grad is None and not self._layout.mesh.is_member:
@@ -237,7 +237,7 @@ class DTensor(torch.Tensor):
                 self._reduced = stamp(move(value.detach(), lies_as, reduced._layout), reduced._layout)
             return
         if value is not None:
-            before, unsaid = plain_call(_grad, (), (self,), {}), _known(gradient_layout(self._layout))
+            before, unsaid = plain_call(_grad, (), (self,), {}), gradient_layout(self._layout).summed
             wanted = before._layout if type(before) is DTensor else unsaid
             layout = layout_of(value, self._layout.mesh)
             if layout.shape != wanted.shape:
@@ -604,14 +604,6 @@ def _refuse_gradient(layout: Layout, grad: torch.Tensor) -> NoReturn:
         "plain here: no gradient can go back from this rank. Leave out full_tensor(): calls on the DTensor "
         "itself give all ranks one graph; or take the value alone, x.detach().full_tensor()."
     )
-
-
-def _known(layout: Layout) -> Layout:
-    """A gradient's layout where nothing is left to sum along axes of one rank."""
-    for axis in () if layout.is_firm else layout.partial:
-        if layout.mesh.shape[axis] == 1:
-            layout = layout.with_axis(axis, "R")
-    return layout
 
 
 # what the library notes on tensors, beside what a program does

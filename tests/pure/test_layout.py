@@ -284,6 +284,13 @@ def test_gradient_layouts() -> None:
 # --- old names ---------------------------------------------------------------------------------------------
 
 
+def test_sums_along_axes_of_one_rank_are_made() -> None:
+    mesh = Mesh.dry({"data": 2, "tensor": 1})
+    both = Layout(mesh, [Partial(), Partial("max")], (4,))
+    assert both.summed is both.summed is Layout(mesh, [Partial(), Replicate()], (4,))
+    assert both.summed.summed is both.summed
+
+
 def test_deferred_by_its_old_name() -> None:
     mesh = Mesh.dry({"a": 2})
     with pytest.warns(DeprecationWarning, match="deferred="):

@@ -33,7 +33,7 @@ from espalier.parallel.data.stages import ZeroStage
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.loans import was_handed_out
 from espalier.tensor.waiting import LastHook
-from espalier.torch_private import getter, plain_call, raw, setter
+from espalier.torch_private import getter, raw, setter
 
 _grad, _set_grad = getter("grad"), setter("grad")
 Over = tuple[ShardGroup, tuple[int, ...], int]
@@ -126,9 +126,8 @@ class Gradients:
         if chunk.number not in self._numbered:
             return  # nothing is left to sum
         # Python's collector does not see what such hooks hold: it would never find a cycle through them
-        come = weakref.WeakMethod(self._come)
         with raw():
-            m.p.register_post_accumulate_grad_hook(LastHook(call_if_there, come, chunk.number))
+            m.p.register_post_accumulate_grad_hook(LastHook(_brought, weakref.ref(self), chunk.number))
         if self._looks_ahead:
             self._watch_before(m)
 
@@ -241,7 +240,6 @@ class Gradients:
             self._look_ahead()
         chunk = self._numbered[number]
         chunk.came.append(p)
-        self._blank = self._blank or plain_call(_grad, (), (p,), {}) is None
         if self._came is not None and self._sending:
             self._came.append(id(p))
         if len(chunk.came) < len(chunk.members) or not self._sending:
@@ -348,6 +346,7 @@ class Gradients:
         n = chunk.shard_group.n
         with raw():
             grads = [_grad(m.p) for m in chunk.members]
+            self._blank = self._blank or any(g is None for g in grads)
             dtype = self._dtype or chunk.dtype
             locals_sent = [None if g is None else plain(g) for g in grads]
             here, extra = self._here[self._over(chunk)], self._extra(chunk)
@@ -687,9 +686,19 @@ class AllGradients:
             self.parts[0].leave(chunk)
 
 
+def _brought(gradients: weakref.ref[Gradients], number: int, p: torch.Tensor) -> None:
+    """A backward pass has brought a parameter's gradient: called for each of them."""
+    if (there := gradients()) is not None:
+        there._come(number, p)
+
+
 def gradient_of(p: torch.Tensor) -> Any:
     """``p.grad``, past DTensor's Python getter where it would say the same."""
-    grad = _grad(p)
+    return shown_gradient(p, _grad(p))
+
+
+def shown_gradient(p: torch.Tensor, grad: Any) -> Any:
+    """What ``p.grad`` says where torch has ``grad``."""
     if grad is None:
         return p.__dict__.get("_reduced")
     return grad if type(grad) is DTensor else p.grad

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +30,7 @@ from espalier.parallel.data.chunks import (
     shown,
 )
 from espalier.parallel.data.exchange import Exchange
-from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of
+from espalier.parallel.data.gradients import AllGradients, Gradients, gradient_of, shown_gradient
 from espalier.parallel.data.offloaded_step import (
     OffloadedChunk,
     OffloadedStep,
@@ -422,13 +421,13 @@ class ZeroState:
         alone = self.mesh.size() == 1 and not self.mesh.is_dry
         with raw():
             members = [m for m in self.members if m.counts]
-            found: Iterable[Any] = map(_grad, [m.p for m in members]) if alone else repeat(None)
-            for m, grad in zip(members, found):  # noqa: B905 (one may have no end)
-                if grad is not None:  # however it lies, it is all of it
+            for m, grad in zip(members, map(_grad, [m.p for m in members]), strict=True):
+                if alone and grad is not None:  # however it lies, it is all of it
                     is_ready = type(grad) is torch.Tensor and _in_a_row(grad)
                     gradients[m.name] = grad if is_ready else plain(grad).contiguous()
                     continue
-                if (grad := gradient_of(m.p)) is None:
+                grad = shown_gradient(m.p, grad)
+                if grad is None:
                     continue
                 here, layout = plain(grad), grad._layout
                 assert layout.is_firm or all(self.mesh.shape[a] == 1 for a in layout.partial), "to reduce"
