@@ -62,11 +62,14 @@ class Run(NamedTuple):
 def main() -> int:
     """Score a file; the exit status is 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", help="without one there is nothing to price")
     parser.add_argument("--fit", metavar="PROFILE", help="print constants that fit this profile's rows best")
     parser.add_argument("--profile", help="score rows of this profile alone")
     parser.add_argument("--unknown", action="store_true", help="score rows by the other profiles' medians")
     given = parser.parse_args()
+    if given.file is None:
+        print("no runs are given, nothing is priced: published.py RUNS.csv (docs/planning.md)")
+        return 0
     with given.file.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     models: dict[Any, Recorder] = {}
