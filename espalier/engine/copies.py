@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from espalier.blocks import parameters_in
-from espalier.engine.kept import cloned
 from espalier.engine.passes import ModelCall
 from espalier.engine.surface import bound
 from espalier.meanwhile import having
+from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.several import holders
 from espalier.tensor.asked import name_of, name_value

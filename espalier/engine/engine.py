@@ -41,7 +41,6 @@ from espalier.engine.checkpointing import (
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
-from espalier.engine.kept import cloned
 from espalier.engine.loads import Loads
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
@@ -51,11 +50,7 @@ from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
 from espalier.engine.steps import bind, tell_of_others
-from espalier.engine.surface import (
-    AsModel,
-    Surface,
-    bound,
-)
+from espalier.engine.surface import AsModel, Surface, bound
 from espalier.engine.together import finish_together, follow_leader, settle_together
 from espalier.engine.update import (
     FlatParams,
@@ -77,6 +72,7 @@ from espalier.parallel.compose import Stages
 from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import Timeline
+from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.several import Optimizers, Several, as_one, parts_of
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor.asked import apart

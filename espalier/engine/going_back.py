@@ -23,8 +23,8 @@ from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order, wan
 from espalier.engine.observing import Place
 from espalier.engine.penalties import whole_loss
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
+from espalier.parallel.pipeline.arguments import leaves, refilled
 from espalier.parallel.pipeline.objects import closed, opened
-from espalier.parallel.pipeline.record import leaves, refilled
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.observers import user_frame
 

@@ -12,7 +12,8 @@ import torch
 from espalier.engine.accumulation import OfAll
 from espalier.engine.awaited_source import Source
 from espalier.engine.changed import Mark, marks_of, refuse_changed
-from espalier.parallel.pipeline.record import TorchState, mapped
+from espalier.parallel.pipeline.arguments import cloned
+from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.trace import statistics
 from espalier.trees import leaves, tree_map
 
@@ -233,11 +234,6 @@ def evaluated(
 def is_of_all(x: Any) -> bool:
     """Whether it is a number that is the same for all parts of the rows."""
     return isinstance(x, int | float) and not isinstance(x, Kept)
-
-
-def cloned(tree: Any) -> Any:
-    """The same, of tensors that may be written to."""
-    return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def without_data(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from espalier.engine.awaited import Awaited
 from espalier.engine.awaited_source import Source
 from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
-from espalier.parallel.pipeline.record import called
+from espalier.parallel.pipeline.arguments import called
 from espalier.tensor.observers import user_frame
 from espalier.torch_private import FORWARD_HOOKS, version_of
 from espalier.trees import leaves, tree_map

@@ -25,9 +25,9 @@ from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages, Undivided, WholeProgram
 from espalier.parallel.data.gradients import Gradients
 from espalier.parallel.pipeline import ActionKind, Schedule
+from espalier.parallel.pipeline.arguments import leaves
 from espalier.parallel.pipeline.left import LeftByForwards
 from espalier.parallel.pipeline.objects import closed, opened, sendable
-from espalier.parallel.pipeline.record import leaves
 from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart

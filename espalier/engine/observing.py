@@ -23,8 +23,9 @@ from torch import nn
 from espalier.comm.control import Ballot, compared_with_first, gather_objects, numbers_of_all
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline import ActionKind
+from espalier.parallel.pipeline.arguments import leaves, mapped
 from espalier.parallel.pipeline.observed import Observed, is_of_modules, only_looks
-from espalier.parallel.pipeline.record import hooks_of, leaves, mapped
+from espalier.parallel.pipeline.stand_ins import hooks_of
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import full_tensor
 from espalier.tensor.names import made_in

@@ -9,7 +9,7 @@ import torch
 
 from espalier.device import is_accelerator
 from espalier.engine.batches import Own
-from espalier.parallel.pipeline.record import leaves, refilled
+from espalier.parallel.pipeline.arguments import leaves, refilled
 from espalier.tensor import DTensor, plain, stamp
 from espalier.torch_private import raw
 

@@ -40,7 +40,8 @@ from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.pipeline.record import TorchState, called, leaves, mapped
+from espalier.parallel.pipeline.arguments import called, leaves, mapped
+from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.tensor.infer import Sample
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dry_autocast import DryAutocast

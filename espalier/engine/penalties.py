@@ -21,9 +21,9 @@ from espalier.engine.full_model import full_copy
 from espalier.engine.kept import Kept, captured, evaluated, with_writes
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.arguments import called, mapped
 from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.observed import Observed
-from espalier.parallel.pipeline.record import called, mapped
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame

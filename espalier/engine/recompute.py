@@ -30,7 +30,8 @@ from espalier.layout import Layout
 from espalier.layout.layout import D, R
 from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
-from espalier.parallel.pipeline.record import Again, Env, ProgramStep
+from espalier.parallel.pipeline.programs import Env, ProgramStep
+from espalier.parallel.pipeline.record import Again
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain
 from espalier.tensor.before import Before, places, reached, slots

@@ -23,7 +23,6 @@ from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
-from espalier.engine.kept import cloned
 from espalier.engine.looks import let_look, tell_of_writes
 from espalier.engine.micro_batches import (
     Draws,
@@ -37,14 +36,7 @@ from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
 from espalier.engine.own_graphs import any_tells, beside, come_unannounced, tried
-from espalier.engine.passes import (
-    Backward,
-    Direct,
-    Judge,
-    Loss,
-    Passes,
-    Phase,
-)
+from espalier.engine.passes import Backward, Direct, Judge, Loss, Passes, Phase
 from espalier.engine.seen import Around
 from espalier.engine.staged_output import ModelRun
 from espalier.engine.waiting import WaitingForStages
@@ -56,9 +48,10 @@ from espalier.parallel.compose import Stages, Undivided, refuse_unlike
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
+from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.record import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
+from espalier.parallel.pipeline.stand_ins import hooks_of, observed
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached

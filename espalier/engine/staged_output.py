@@ -24,7 +24,6 @@ from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
-from espalier.engine.kept import cloned
 from espalier.engine.looks import tell_of_earlier
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
@@ -48,8 +47,9 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel import Plan
 from espalier.parallel.compose import Stages
+from espalier.parallel.pipeline.arguments import cloned, leaves, mapped, refilled
 from espalier.parallel.pipeline.objects import closed, opened, opened_inputs, refuse_objects, sendable
-from espalier.parallel.pipeline.record import TorchState, leaves, mapped, refilled
+from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import name_of

@@ -27,8 +27,9 @@ from espalier.mesh.parts import at
 from espalier.parallel.branches import Branches, found_branches, homes_of, leave_out, place_branches
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import left_out, send_tokens, stacked
+from espalier.parallel.pipeline.arguments import called
 from espalier.parallel.pipeline.objects import closed
-from espalier.parallel.pipeline.record import SplitError, all_having_it, called
+from espalier.parallel.pipeline.record import SplitError, all_having_it
 from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import espalier
 from espalier.models import generate
 from espalier.models.sampling import KNOWN, keepers
-from espalier.parallel.pipeline.record import leaves
+from espalier.parallel.pipeline.arguments import leaves
 from espalier.train.verify import Double
 from tests.asked import left_to_sweeps
 from tests.peers.test_split import made

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from espalier.models import build
+from espalier.parallel.pipeline.arguments import Ref, leaves
 from espalier.parallel.pipeline.measure import measured
-from espalier.parallel.pipeline.record import ProgramStep, Ref, leaves
+from espalier.parallel.pipeline.programs import ProgramStep
 from espalier.parallel.pipeline.split import Split, SplitError, split
 
 SIZES = {"vocab_size": 64, "max_positions": 16, "layers": 4, "hidden": 32, "heads": 4}

@@ -19,7 +19,9 @@ from espalier.comm.collectives import all_reduce_
 from espalier.comm.control import agree
 from espalier.device import is_accelerator, timed_event
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import Env, SplitError, leaves, mapped
+from espalier.parallel.pipeline.arguments import leaves, mapped
+from espalier.parallel.pipeline.programs import Env
+from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.split import StageProgram, in_segments
 from espalier.parallel.pipeline.trace import some, stand_in_values
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.record import Ref, leaves, mapped
+from espalier.parallel.pipeline.arguments import Ref, leaves, mapped
 from espalier.trees import attributes, object_map, tree_map
 from espalier.trees import leaves as leaves_of
 

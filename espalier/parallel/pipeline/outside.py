@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.record import Marks, equal
+from espalier.parallel.pipeline.stand_ins import Marks, equal
 from espalier.tensor.names import Reads, is_known
 from espalier.tensor.observers import user_frame
 from espalier.trees import tensors_in

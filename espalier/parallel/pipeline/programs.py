@@ -4,31 +4,199 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.blocks import named_tensors_in, parameters_in
+from espalier.parallel.pipeline.arguments import Part, Ref, leaves, mapped
 from espalier.parallel.pipeline.objects import PLAIN, holds_tensors
 from espalier.parallel.pipeline.record import (
+    Again,
+    Answer,
     CallSpan,
-    ModelStandIns,
     ModuleCall,
     Op,
-    ProgramBody,
-    ProgramStep,
-    Ref,
     SplitError,
+    TorchState,
     Trace,
-    ValueSource,
-    leaves,
+    all_having_it,
+    answered,
     name_of,
 )
+from espalier.parallel.pipeline.stand_ins import ModelStandIns
 from espalier.tensor.before import is_of_torch
+from espalier.torch_private import own_buffers, own_parameters
 
 _STATISTICS = frozenset("running_mean running_var num_batches_tracked".split())
+
+
+# ---- a program: calls in order, on values by number
+
+
+Env = dict[int, torch.Tensor]
+
+
+def _devices_by_name(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, with a device where there is the name of one."""
+    if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], torch.device(args[1]), *args[2:])
+    if isinstance(kwargs.get("device"), str):
+        kwargs = {**kwargs, "device": torch.device(kwargs["device"])}
+    return args, kwargs
+
+
+class ProgramStep:
+    """One call of a program.
+
+    Args:
+        func: a torch function, or a module's name.
+        name: for messages.
+        args, kwargs, out: trees with a :class:`Ref` for each tensor, and a :class:`Part` for each module that
+            is given to another.
+        state: what torch is told meanwhile, if it is not what it is told around the program.
+        reads: whether Python's control flow read what it gives.
+
+    Attributes:
+        inputs, outputs: the values that it is given and gives.
+        free: values that nothing needs after it.
+        answers: what was asked of tensors within it when it was traced: where they have no data, it gets the
+            same.
+        meets: whether it calls collectives, to which ranks of other stages do not come.
+        again: in what it is computed again, if it is.
+        is_local: whether each stage that needs what it gives makes it of the batch for itself.
+    """
+
+    __slots__ = (
+        "_args", "_flat", "_kwargs", "_out", "_state", "again", "answers", "free", "func", "inputs",
+        "is_local", "meets", "name", "outputs", "reads",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        state: TorchState | None,
+        reads: bool = False,
+    ) -> None:
+        self.func, self.name, self.reads = func, name, reads
+        args, kwargs = _devices_by_name(func, args, kwargs)
+        self._args, self._kwargs, self._out, self._state = args, kwargs, out, state
+        inner = [x for x in (*args, *kwargs.values()) if type(x) is not Ref]
+        self._flat = not any(leaves(x, (Ref, Part, torch.device)) for x in inner)
+        self.inputs = tuple(ref.number for ref in leaves((args, kwargs), Ref))
+        self.outputs = tuple(ref.number for ref in leaves(out, Ref))
+        self.free: tuple[int, ...] = ()
+        self.answers: tuple[Answer, ...] = ()
+        self.meets = self.is_local = False
+        self.again: Again | None = None
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that it is given."""
+        return leaves((self._args, self._kwargs), torch.Generator)
+
+    def by(self, func: Callable[..., Any]) -> ProgramStep:
+        """The step that calls something else in place of what this one does."""
+        step = ProgramStep(func, self.name, self._args, self._kwargs, self._out, self._state, self.reads)
+        step.free, step.answers, step.meets, step.again = self.free, self.answers, self.meets, self.again
+        step.is_local = self.is_local
+        return step
+
+    def run(self, env: Env, modules: Mapping[str, nn.Module], was: torch.device, here: torch.device) -> Any:
+        """Call it on what is in ``env``, and put there what it gives.
+
+        Args:
+            was, here: the device of the trace, in whose place is the one of now; so it is in that of others
+                of its kind, over which a program may have laid its layers by hand.
+        """
+        func: Any = modules[self.func] if type(self.func) is str else self.func
+        if self.answers and here.type == "meta":
+            func = partial(answered, func, self.answers)
+        if self.meets:
+            func = partial(all_having_it, func)
+        if self._flat:
+            args = [env[a.number] if type(a) is Ref else a for a in self._args]
+            kwargs = {k: env[a.number] if type(a) is Ref else a for k, a in self._kwargs.items()}
+        else:
+
+            def filled(x: Any) -> Any:
+                if type(x) is Ref:
+                    return env[x.number]
+                if type(x) is Part:
+                    return modules[x.name]
+                return here if type(x) is torch.device and x.type == was.type else x
+
+            args, kwargs = mapped(filled, (self._args, self._kwargs))
+        if self._state is None:
+            out = func(*args, **kwargs)
+        else:
+            with torch.set_grad_enabled(self._state.grad), self._state.cast_again(was.type):
+                out = func(*args, **kwargs)
+        self._keep(out, env)
+        return out
+
+    def _keep(self, out: Any, env: Env) -> None:
+        if type(self._out) is Ref:
+            env[self._out.number] = out
+        else:
+            tensors, wanted = leaves(out, torch.Tensor), leaves(self._out, Ref)
+            if len(tensors) != len(wanted):
+                raise SplitError(
+                    f"{self.name!r} gave {len(tensors)} tensors, and {len(wanted)} when it was traced. A "
+                    "stage is called as it was traced: let the number not depend on what its forward "
+                    "remembers."
+                )
+            env.update((ref.number, x) for ref, x in zip(wanted, tensors, strict=True))
+        for n in self.free:
+            env.pop(n, None)
+
+
+class ValueSource(NamedTuple):
+    """Where a value comes from that no step makes.
+
+    Attributes:
+        number: the value's.
+        kind: ``"parameter"``, ``"buffer"``, ``"batch"`` or ``"constant"``.
+        place: its name, its number among the batch's tensors, or itself.
+        clone: whether a step writes to it, which is not to be seen outside.
+    """
+
+    number: int
+    kind: str
+    place: Any
+    clone: bool
+
+
+class ProgramBody(NamedTuple):
+    """Steps in order, and what they start from; ``device``: that of the trace."""
+
+    sources: Sequence[ValueSource]
+    steps: Sequence[ProgramStep]
+    device: torch.device
+
+    def begin(self, model: nn.Module, batch: Sequence[torch.Tensor]) -> Env:
+        """The values at the beginning."""
+        env: Env = {}
+        for number, kind, place, clone in self.sources:
+            if kind == "batch":
+                x = batch[place]
+            elif kind == "constant":
+                x = place
+            else:
+                owner, _, key = place.rpartition(".")
+                module = model.get_submodule(owner)
+                x = (own_parameters(module) if kind == "parameter" else own_buffers(module))[key]
+            env[number] = x.clone() if clone else x
+        return env
+
+
+# ---- a trace, divided among stages
 
 
 class SentValue(NamedTuple):

@@ -23,10 +23,10 @@ from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import (
+from espalier.parallel.pipeline.record import Trace
+from espalier.parallel.pipeline.stand_ins import (
     DICTS,
     ModelStandIns,
-    Trace,
     hooks_in,
     is_flag_of_hooks,
     newly_hooked,

@@ -21,10 +21,10 @@ from torch import nn
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
+from espalier.parallel.pipeline.arguments import leaves as leaves_of_output
 from espalier.parallel.pipeline.objects import opened
 from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import SplitError
-from espalier.parallel.pipeline.record import leaves as leaves_of_output
 from espalier.parallel.pipeline.remembered import copied, form_of, may_be_told, put, value_at
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
 from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy

@@ -24,7 +24,8 @@ from torch import nn
 from espalier.comm.custom_ops import recording
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import SIZED, Env, ProgramStep
+from espalier.parallel.pipeline.programs import Env, ProgramStep
+from espalier.parallel.pipeline.record import SIZED
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of

@@ -19,25 +19,12 @@ import torch
 from torch import nn
 
 from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in, parts
+from espalier.parallel.pipeline.arguments import Ref, leaves, mapped
 from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
 from espalier.parallel.pipeline.objects import closed, traced_output
-from espalier.parallel.pipeline.programs import Divided, SentValue, marked, parted, same
-from espalier.parallel.pipeline.record import (
-    OF_TORCH,
-    Env,
-    Marks,
-    ModelStandIns,
-    ModuleCall,
-    ProgramStep,
-    Ref,
-    SplitError,
-    TorchState,
-    Trace,
-    ValuesError,
-    equal,
-    leaves,
-    mapped,
-)
+from espalier.parallel.pipeline.programs import Divided, Env, ProgramStep, SentValue, marked, parted, same
+from espalier.parallel.pipeline.record import ModuleCall, SplitError, TorchState, Trace, ValuesError
+from espalier.parallel.pipeline.stand_ins import OF_TORCH, Marks, ModelStandIns, equal
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost

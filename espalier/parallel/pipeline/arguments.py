@@ -1,0 +1,70 @@
+"""Arguments and outputs of modules as trees: whatever containers they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from espalier.trees import leaves as leaves_of
+from espalier.trees import tree_map
+
+
+class Ref(NamedTuple):
+    """A value of a trace, in the place of the tensor."""
+
+    number: int
+
+
+class Part:
+    """A module of the model, in its place: one that is given to another module.
+
+    Attributes:
+        name: the module's.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_SOUGHT = (torch.Tensor, Ref)
+
+
+def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` on every leaf of tuples, lists, dicts, slices, and dataclasses that hold tensors."""
+    return tree_map(fn, tree, _SOUGHT)
+
+
+def refilled(tree: Any, tensors: Iterable[Any]) -> Any:
+    """The same with others in the place of its tensors, in their order."""
+    remaining = iter(tensors)
+    return mapped(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
+    """The leaves of a kind, in the order of :func:`mapped`."""
+    return leaves_of(tree, kind, _SOUGHT)
+
+
+class Arguments(NamedTuple):
+    """What a model is called with where some arguments can have no name, and others have one."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def called(model: Callable[..., Any], batch: Any) -> Any:
+    """What a model gives for a batch: a dict (keywords), a tuple or list, :class:`Arguments`, one value."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.named)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def cloned(tree: Any) -> Any:
+    """The same, of tensors that may be written to."""
+    return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
