@@ -27,13 +27,13 @@ from torch.distributions import Distribution, kl_divergence
 from torch.distributions.kl import register_kl
 
 from espalier.device import is_accelerator
-from espalier.engine.awaited_source import Hook, Source, hooked
 from espalier.engine.changed import asked_after_step
 from espalier.engine.going_back import gone_back, hand_on, handed_out
 from espalier.engine.kept import (
     PARTS,
     SOUGHT,
     UNKNOWN,
+    Hook,
     Kept,
     Step,
     call,
@@ -41,12 +41,14 @@ from espalier.engine.kept import (
     captured,
     evaluated,
     given_in,
+    hooked,
     is_of_all,
     refuse_written,
     step_of,
     with_each,
     with_writes,
 )
+from espalier.engine.model_run import ModelRun
 from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
 from espalier.tensor import DTensor, full_tensor
@@ -75,7 +77,7 @@ class Awaited(Kept):
 
     __array_ufunc__ = None  # a number of NumPy's times this is this, as with tensors
 
-    def __init__(self, source: Source, step: Step | None = None) -> None:
+    def __init__(self, source: ModelRun, step: Step | None = None) -> None:
         super().__init__(source, step)
         self._has_gone_back = self._is_retained = False
         self._is_used = self._is_own = False  # something was made of it; it was written to, and may be again
@@ -362,7 +364,7 @@ class Awaited(Kept):
         if self._source.is_updated and any(isinstance(x, DTensor) and x.requires_grad for x in given):
             raise asked_after_step()
 
-    def _as_leaf(self, source: Source) -> torch.Tensor:
+    def _as_leaf(self, source: ModelRun) -> torch.Tensor:
         """Its value now, in the loss of another call of the model, where it gets a gradient.
 
         Raises:
@@ -570,12 +572,12 @@ class Count(Awaited, int):
 
     __torch_function__ = plain_call  # type: ignore[assignment]
 
-    def __new__(cls, number: int, source: Source, step: Step | None) -> Self:
+    def __new__(cls, number: int, source: ModelRun, step: Step | None) -> Self:
         return int.__new__(cls, number)
 
     __repr__ = int.__repr__
 
-    def __init__(self, number: int, source: Source, step: Step | None) -> None:
+    def __init__(self, number: int, source: ModelRun, step: Step | None) -> None:
         super().__init__(source, step)
 
     def _value(self) -> int:
@@ -774,7 +776,7 @@ def _itself(x: Any) -> Any:
 
 
 def in_call(
-    source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]
+    source: ModelRun, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments that hang on this call of the model: what others give are values.
 

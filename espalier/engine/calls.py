@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from espalier.engine.awaited import SEVERAL, Awaited, as_count, done, in_call, value_of
-from espalier.engine.awaited_source import Source
 from espalier.engine.gradients import go_back, gradients
 from espalier.engine.kept import PARTS, SOUGHT, UNKNOWN, call, given_in, step_of, with_each
+from espalier.engine.model_run import ModelRun
 from espalier.engine.sums import Sum, added
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
@@ -103,7 +103,9 @@ def _as_one(total: Sum) -> Awaited:
     return sum_of_all
 
 
-def _sampled(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _sampled(
+    source: ModelRun, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """What a call draws that no gradient goes back through: at once, as others hang on it."""
     if getattr(func, "__name__", "").endswith("_like") and isinstance(args[0], Awaited):
         shapes = args[0]._shapes()

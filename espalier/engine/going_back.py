@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from espalier.engine.accumulation import UnseenCountError, is_sum
-from espalier.engine.awaited_source import Source
-from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order, wanting
+from espalier.engine.kept import PARTS, Kept, captured, evaluated, in_order, wanting, with_writes
+from espalier.engine.model_run import ModelRun
 from espalier.engine.observing import Place
-from espalier.engine.penalties import whole_loss
 from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
 from espalier.parallel.pipeline.arguments import leaves, refilled
 from espalier.parallel.pipeline.objects import closed, opened
@@ -140,7 +139,9 @@ def _of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Te
     return by_row, beside
 
 
-def _leaves_beside(trained: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: Source) -> Leaves:
+def _leaves_beside(
+    trained: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: ModelRun
+) -> Leaves:
     """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:
@@ -212,8 +213,24 @@ def _of_whole(of: Kept, calls: Sequence[Kept], inputs: Sequence[torch.Tensor]) -
     return full_tensor(loss).detach().clone(), beside
 
 
+def whole_loss(loss: Kept, stand: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """What a program has made of the output, with a graph, as a DTensor of all ranks.
+
+    Args:
+        stand: for inputs, and for what it is made of beside the output; by ``id``.
+    """
+    warnings.warn(_WHOLE, stacklevel=user_frame()[0])
+    source = loss._source
+    with torch.enable_grad():
+        beside = captured(with_writes(loss, Kept._made_of))
+        given = {id(x): source.on_all(stand.get(id(x), x)) for x in beside}
+        output = source.whole_output(stand)
+        value: torch.Tensor = evaluated(loss, given, lambda: output, fresh=True)
+        return value
+
+
 def _through_stages(
-    source: Source,
+    source: ModelRun,
     grads: Sequence[torch.Tensor | None],
     of_inputs: Leaves,
     seen: Mapping[Place, torch.Tensor],
@@ -269,7 +286,7 @@ def handed_out(x: Kept) -> Any:
         return evaluated(x, source.here(captured(calls)), lambda: source.handed_out, fresh=True)
 
 
-def _brought_back(source: Source, grads: Sequence[torch.Tensor | None]) -> None:
+def _brought_back(source: ModelRun, grads: Sequence[torch.Tensor | None]) -> None:
     """Let the gradients of what was handed out go through the stages, and to what the call was given."""
     inputs = source.wanting()
     of_inputs = {id(x): x.detach().requires_grad_() for x in inputs}
@@ -283,7 +300,7 @@ class _OutOfStages(torch.autograd.Function):
     """The tensors of an output, whose gradients go through the stages."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, start: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, source: ModelRun, start: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.source = source
         ctx.set_materialize_grads(False)
         out = tuple(x.view_as(x) for x in tensors)
@@ -405,4 +422,10 @@ _HELD = (
     "What a pipeline has yet to compute is written into a tensor, a gradient is to go back through it, and "
     "it draws random numbers, or was written to itself. Make a new tensor (torch.cat, torch.stack, "
     "torch.where), or detach() what is written."
+)
+_WHOLE = (
+    "torch.autograd.grad(..., create_graph=True) in a pipeline, or a loss that multiplies an output with its "
+    "derivatives or with parameters of the model: for it the model is computed once more, whole, on every "
+    "rank, with all its weights. Right, but slow. Such losses (penalties on gradients, equations in "
+    "derivatives) train quicker under a plan without pipe, or computed in the model's forward."
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from espalier.engine.awaited import Awaited
-from espalier.engine.penalties import is_of_inputs, with_graph
+from espalier.engine.going_back import whole_loss
+from espalier.engine.kept import Kept
+from espalier.engine.model_run import ModelRun
 from espalier.engine.seen import gradient_seen
 from espalier.engine.sums import Sum
 from espalier.tensor import DTensor
@@ -31,8 +34,8 @@ def gradients(
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]
     is_simple = not is_grads_batched and not isinstance(loss, Sum)
-    if create_graph and is_simple and is_of_inputs(loss._source, sought):
-        return with_graph(loss, sought, allow_unused, materialize_grads)
+    if create_graph and is_simple and _is_of_inputs(loss._source, sought):
+        return _with_graph(loss, sought, allow_unused, materialize_grads)
     asks_for_more = create_graph or is_grads_batched
     is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
     if asks_for_more or is_made or (beside and isinstance(loss, Sum)):
@@ -64,6 +67,32 @@ def gradients(
             "allow_unused=True if this is the desired behavior."
         )
     return tuple(found)
+
+
+def _with_graph(
+    loss: Kept, sought: Sequence[torch.Tensor], allow_unused: bool | None, materialize_grads: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad`` of a loss with respect to inputs of the model, of which losses may be made.
+
+    Args:
+        sought: tensors that all ranks have, whole.
+    """
+    with torch.enable_grad():
+        grads = torch.autograd.grad(
+            whole_loss(loss, {}),
+            sought,
+            create_graph=True,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )
+        return tuple(None if grad is None else loss._source.on_all(grad) for grad in grads)
+
+
+def _is_of_inputs(source: ModelRun, sought: Sequence[torch.Tensor]) -> bool:
+    """Whether what is sought are inputs, or what they are made of, which all ranks have whole."""
+    if source.made_by or not source.may_be_whole():
+        return False
+    return bool(sought) and all(type(x) is torch.Tensor and x.requires_grad for x in sought)
 
 
 def _weighed(outputs: Any, gradients: Any) -> Awaited:

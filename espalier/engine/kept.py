@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.engine.accumulation import OfAll
-from espalier.engine.awaited_source import Source
 from espalier.engine.changed import Mark, marks_of, refuse_changed
+from espalier.engine.model_run import ModelRun
 from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.trace import statistics
@@ -51,7 +51,7 @@ class Kept:
     Names begin with an underscore: others are those of the output.
     """
 
-    def __init__(self, source: Source, step: Step | None = None) -> None:
+    def __init__(self, source: ModelRun, step: Step | None = None) -> None:
         self._source, self._step = source, step
         self._known: Any = None  # its value
         self._shape: Any = None
@@ -256,7 +256,9 @@ def with_each(
     return tree_map(fn, list(args), SOUGHT), tree_map(fn, dict(kwargs), SOUGHT)
 
 
-def step_of(source: Source, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+def step_of(
+    source: ModelRun, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Step:
     """A call that is made now, and kept."""
     given = given_in(args, kwargs, torch.Tensor)
     written = set(map(id, statistics(func, args, kwargs)))  # by the call itself
@@ -272,3 +274,24 @@ def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def call_method(x: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """A call of a method that writes."""
     return getattr(x, name)(*args, **kwargs)
+
+
+class Hook:
+    """A hook of a gradient that is yet to come: what ``register_hook`` gives of it."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook: Callable[[torch.Tensor], Any] | None = hook
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._hook = None
+
+    def __call__(self, grad: torch.Tensor) -> Any:
+        return None if self._hook is None else self._hook(grad)
+
+
+def hooked(x: torch.Tensor, hook: Hook) -> torch.Tensor:
+    """A tensor whose gradient a hook sees, if it has one."""
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x

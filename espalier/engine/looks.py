@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from espalier.engine.awaited import Awaited
-from espalier.engine.awaited_source import Source
 from espalier.engine.kept import SOUGHT, step_of
+from espalier.engine.model_run import ModelRun
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
 from espalier.parallel.pipeline.arguments import called
 from espalier.tensor.observers import user_frame
@@ -21,7 +21,7 @@ from espalier.torch_private import FORWARD_HOOKS, version_of
 from espalier.trees import leaves, tree_map
 
 
-def let_look(call: Source, observers: Observers, inputs: Any, out: Any) -> None:
+def let_look(call: ModelRun, observers: Observers, inputs: Any, out: Any) -> None:
     """Call the program's hooks on modules that look, with what they see of a call of the model.
 
     Raises:
@@ -55,7 +55,7 @@ def _with(stand: dict[int, Any], args: Any) -> Any:
     return tree_map(lambda x: stand.get(id(x), x), args, SOUGHT)
 
 
-def _seen(call: Source, value: torch.Tensor, place: Place) -> Any:
+def _seen(call: ModelRun, value: torch.Tensor, place: Place) -> Any:
     """What a hook gets for a tensor."""
     if not torch.is_grad_enabled():
         return value
@@ -79,12 +79,3 @@ _WRITES = (
     "step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
     "engine.train_step(batch), which asks for nothing between."
 )
-
-
-def tell_of_earlier(error: Exception) -> None:
-    """Warn of a call that fails as it runs before a later one, for what it draws and writes."""
-    warnings.warn(
-        f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
-        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
-        stacklevel=user_frame()[0],
-    )

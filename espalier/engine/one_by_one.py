@@ -15,7 +15,7 @@ from espalier.comm.control import any_says
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited import Awaited
 from espalier.engine.batches import loss_of
-from espalier.engine.staged_output import StagedPasses
+from espalier.engine.model_run import StagedPasses
 from espalier.meanwhile import having
 from espalier.tensor.observers import user_frame
 

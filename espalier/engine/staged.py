@@ -32,13 +32,13 @@ from espalier.engine.micro_batches import (
     random_states,
     zeros_where_unknown,
 )
+from espalier.engine.model_run import ModelRun
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
 from espalier.engine.own_graphs import any_tells, beside, come_unannounced, tried
 from espalier.engine.passes import Backward, Direct, Judge, Loss, Passes, Phase
 from espalier.engine.seen import Around
-from espalier.engine.staged_output import ModelRun
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout, gradient_layout
 from espalier.meanwhile import having

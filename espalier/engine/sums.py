@@ -15,8 +15,8 @@ import torch
 
 from espalier.comm import all_reduce
 from espalier.engine.awaited import ATTRIBUTES, QUESTIONS, Awaited, is_number
-from espalier.engine.awaited_source import Source
 from espalier.engine.kept import call_method, without_data
+from espalier.engine.model_run import ModelRun
 from espalier.tensor import DTensor, full_tensor
 from espalier.torch_private import raw
 
@@ -68,7 +68,7 @@ class Sum(Awaited):
     """Numbers that go back one after the other: losses of several calls, and penalties on parameters."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        losses: dict[Source, Awaited] = {}  # of each call one: it goes through the stages once
+        losses: dict[ModelRun, Awaited] = {}  # of each call one: it goes through the stages once
         for loss in (term.loss for term in terms if term.loss is not None and term.factor is None):
             before = losses.get(loss._source)
             losses[loss._source] = (
@@ -113,8 +113,8 @@ class Sum(Awaited):
         return any(x.requires_grad if isinstance(x, torch.Tensor) else x._wants_grad() for x in self._parts())
 
     def _go_back(self, retain_graph: bool | None) -> None:
-        of_calls: dict[Source, list[Awaited]] = {}  # each goes through the stages once: hooks see all of it
-        own: dict[Source, list[Term]] = {}
+        of_calls: dict[ModelRun, list[Awaited]] = {}  # each goes through the stages once: hooks see all of it
+        own: dict[ModelRun, list[Term]] = {}
         for term in self._terms:
             if term.loss is not None and term.loss._wants_grad():
                 own.setdefault(term.loss._source, []).append(term)
@@ -194,12 +194,12 @@ def _weighed(loss: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return loss * by
 
 
-def _together(source: Source, loss: Awaited, more: Awaited) -> Awaited:
+def _together(source: ModelRun, loss: Awaited, more: Awaited) -> Awaited:
     both: Awaited = source.keep(operator.add, (loss, more), {})
     return both
 
 
-def _is_awaited(source: Source, others: Iterable[Source]) -> bool:
+def _is_awaited(source: ModelRun, others: Iterable[ModelRun]) -> bool:
     """Whether another of these calls is to give it gradients."""
     made_by = (x for other in others if other is not source for x in other.made_by.values())
     return any(isinstance(x, Awaited) and x._source is source for x in made_by)

@@ -20,11 +20,9 @@ from espalier.blocks import parameters_in
 from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.engine.accumulation import Accumulation, Number
-from espalier.engine.awaited_source import Keep
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
-from espalier.engine.looks import tell_of_earlier
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (
@@ -40,8 +38,8 @@ from espalier.engine.output_rows import (
     way_of,
 )
 from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
-from espalier.engine.penalties import on_all_ranks, replaced, whole_output
 from espalier.engine.waiting import WaitingForStages
+from espalier.engine.whole_output import on_all_ranks, replaced, whole_output
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
@@ -59,6 +57,9 @@ from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
 from espalier.tensor.traces import Generators, names_put_back
 from espalier.trees import tree_map
+
+# makes, or keeps, a call: of a function, its arguments, and those with names
+Keep = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
 class StagedPasses(Protocol):
@@ -109,7 +110,8 @@ class StagedPasses(Protocol):
 class ModelRun:
     """A call of a model in stages, of which a loss may be made elsewhere.
 
-    What the last stage gives in the training pass is kept, on the host, in the first step; and in later ones
+    Calls that the program makes of what it gives are kept (``espalier.engine.kept``), and done in its
+    training pass. What the last stage gives there is kept, on the host, in the first step; and in later ones
     if the program has asked for it after one.
 
     Args:
@@ -119,10 +121,24 @@ class ModelRun:
         batch: of which this is to be one micro-batch of several, which pass alone; None: it is not.
 
     Attributes:
+        is_whole: whether a loss is computed on all rows at once, as many as the program sees.
+        is_of_all: whether that is so since the program has asked for what micro-batches do not have.
+        is_own: whether these are this rank's own rows; ``is_part``: and others have others.
+        share_of_loss: what a rank's loss is multiplied by in that of all: 1, or a mean over ranks.
+        batch: as given, or its inputs, if it has become one micro-batch of several.
         stays: whether losses of it may go back several times.
-        is_let_go: the engine has been asked to let such a one go back.
+        is_let_go: the engine has been asked to let one of several micro-batches go back.
         counts_alike: of such a one the program makes the loss: it counts as much as others.
         mean_over: of such a one, what its loss is a mean over, once it went back; in the last stage.
+        has_gone_back: whether a loss made of it has.
+        calls: numbers of the calls that the program makes of what it gives.
+        made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
+            loss, what they are values of, by ``id``.
+        number: of the calls of the model, the which it is.
+        writes: the program's calls that write to what others may share.
+        sights: what hooks see, once it has its value.
+        told: hooks of gradients of that; ``leaves``: what gets gradients in its place.
+        handed_out: what the model gives, as ordinary tensors, if a program was given some.
     """
 
     stays = is_let_go = counts_alike = False
@@ -245,13 +261,16 @@ class ModelRun:
 
     @property
     def known_losses(self) -> dict[Hashable, bool]:
+        """Of losses, by what is done in them: whether they were computed on parts of the rows."""
         return self._passes.known_losses
 
     @property
     def is_updated(self) -> bool:
+        """Whether optimizers have made a step since the call."""
         return self._passes.updates != self._updates
 
     def asked_for(self) -> None:
+        """A value of what it gives is: after a step, its outputs are to be kept from now on."""
         self._passes.keeps_outputs |= self.is_updated
 
     def value(self) -> Any:
@@ -346,7 +365,7 @@ class ModelRun:
                     with torch.no_grad():
                         run.value()
                 except Exception as error:  # of all ranks
-                    tell_of_earlier(error)
+                    _tell_of_earlier(error)
 
     @contextmanager
     def dropped_by_error(self) -> Iterator[None]:
@@ -426,7 +445,10 @@ class ModelRun:
         return whole_tree[0]
 
     def ways(self) -> Sequence[int | str | None]:
-        """What each tensor of its value is of those of micro-batches: see :class:`Source`."""
+        """What each tensor of its value, and of what hooks see, is of those of micro-batches.
+
+        The dim along which they are joined, or ``"mean"`` or ``"sum"``; None: none of these.
+        """
         self.value()
         return self._ways
 
@@ -580,7 +602,7 @@ class ModelRun:
         return not (self.is_part or self.batch is not None or mesh.is_dry or mesh.copied)
 
     def whole_output(self, stand: Mapping[int, torch.Tensor]) -> Any:
-        """What the model gives, with a graph, as DTensors of all ranks."""
+        """What the model gives, with a graph, as DTensors of all ranks; ``stand``: for some of its inputs."""
         passes, mesh = self._passes, self._passes.mesh
         self.lay_out()
         self._let_earlier_run()
@@ -633,7 +655,10 @@ class ModelRun:
             passes.call_waiting()
 
     def sample(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function gives that draws random numbers, of values that no gradient goes back through."""
+        """What a function gives that draws random numbers, of values that no gradient goes back through.
+
+        It draws what it draws under other plans, behind the model's numbers for its output.
+        """
         mesh = self._passes.mesh
 
         def laid(x: Any) -> Any:
@@ -693,6 +718,14 @@ class ModelRun:
         """Forward and backward of all micro-batches; gives their loss as one.
 
         Where they went before, they go as they went then: nothing is drawn, and no buffer is written, anew.
+
+        Args:
+            loss: of outputs and what was ``captured``.
+            beside: leaves in the place of what else is to get gradients, of inputs and of the loss, on all
+                ranks; by ``id``.
+            draws: whether the loss draws random numbers.
+            adds: whether the losses of micro-batches are to be added up, whatever they are.
+            seen: gradients of what hooks have seen, and what that is of micro-batches' (:meth:`ways`).
 
         Raises:
             RuntimeError: they went before, and parameters were updated since.
@@ -808,3 +841,12 @@ def _settings(modules: Iterable[torch.nn.Module]) -> Hashable:
     held = [config for m in modules if hasattr(config := vars(m).get("config"), "__dict__")]
     said = {id(config): vars(config).items() for config in held}
     return tuple(flag for flags in said.values() for flag in flags if type(flag[1]) is bool)
+
+
+def _tell_of_earlier(error: Exception) -> None:
+    """Warn of a call that fails as it runs before a later one, for what it draws and writes."""
+    warnings.warn(
+        f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
+        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
+        stacklevel=user_frame()[0],
+    )
