@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any, Protocol, cast
 
@@ -22,6 +22,7 @@ from espalier.comm.control import any_says, gather_objects
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import GivenBatches, Own
 from espalier.engine.beside import check_beside, share_gradients
+from espalier.engine.call_states import CallStates, Surroundings
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
@@ -37,36 +38,29 @@ from espalier.engine.output_rows import (
     row_dim,
     way_of,
 )
-from espalier.engine.passes import Backward, Loss, LossFunction, ModelCall, Phase, plain_output
+from espalier.engine.passes import Backward, Loss, LossFunction, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
 from espalier.engine.whole_output import on_all_ranks, replaced, whole_output
 from espalier.meanwhile import having
-from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel import Plan
-from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.arguments import cloned, leaves, mapped, refilled
 from espalier.parallel.pipeline.objects import closed, opened, opened_inputs, refuse_objects, sendable
 from espalier.parallel.pipeline.record import TorchState
-from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import name_of
-from espalier.tensor.before import Before
-from espalier.tensor.dry_runs import States, equal, restore, states
+from espalier.tensor.dry_runs import States
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
-from espalier.tensor.traces import Generators, names_put_back
 from espalier.trees import tree_map
 
 # makes, or keeps, a call: of a function, its arguments, and those with names
 Keep = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
-class StagedPasses(Protocol):
+class StagedPasses(Surroundings, Protocol):
     """Those of :class:`~espalier.engine.staged.Staged`."""
 
-    call: ModelCall
-    mesh: Mesh
     plan: Plan
     loss: torch.Tensor | None
     updates: int
@@ -80,17 +74,11 @@ class StagedPasses(Protocol):
     scaler: LossScaler | None
     first_batches: GivenBatches
     evaluation: Accumulation
-    memory: Memory
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
     to_run: list[ModelRun]  # calls that have not run yet, in their order
-    draws: bool | None  # whether such a call draws random numbers; None: not known
 
-    @property
-    def stages(self) -> Stages: ...
-    def before(self) -> Before: ...
-    def hide(self) -> None: ...
     def lay_out(self, inputs: Any) -> None: ...
     def drawn_to(self, inputs: Any, key: Hashable) -> States | None: ...
     def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor: ...
@@ -169,12 +157,8 @@ class ModelRun:
         self.is_part, self.share_of_loss = readers > 1, 1 / readers
         is_one = batch is not None or passes.plan.accumulate == 1
         self.is_whole, self.is_of_all = not self.is_part and is_one, False
-        self._drawn_from: tuple[States, Generators] | None = None  # by the training pass
         self._is_aside = False
-        # before it drew, or a value was computed in its place; what its loss is to draw from
-        self._begins: States | None = None
-        self._buffers: Before | None = None  # as they were, where that pass has written to them
-        self._loss_begins: States | None = None
+        self._states = CallStates(passes, self._state.grad, self._trains)
         self.has_gone_back, self.made_by = False, made_by
         self.calls: Iterator[int] = count()
         self.writes: list[Any] = []
@@ -209,8 +193,7 @@ class ModelRun:
         with self._as_called():
             ends = self._passes.drawn_to(self._inputs, key)
         if ends is not None:
-            self._begins = states(self.device)
-            restore(self.device, ends)
+            self._states.have_drawn(ends)
 
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
@@ -218,8 +201,8 @@ class ModelRun:
 
     def becomes_one_of_several(self) -> bool:
         """Be one micro-batch of several; whether it can be yet: not where it counts that it ran in parts."""
-        has_run = self._value is not None and (self._changes or self._passes.draws is not False)
-        if self.is_own or has_run or self._drawn_from is not None:
+        has_run = self._value is not None and self._states.may_change
+        if self.is_own or has_run or self._states.has_trained:
             return False
         self.batch, self.is_whole, self.counts_alike = self._inputs, True, True
         return True
@@ -330,23 +313,8 @@ class ModelRun:
         self._let_earlier_run()
         if not self._state.grad and (self._trains or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
-        device = passes.mesh.device()
-        ends, has_drawn = cast(States | None, None), self._begins is not None
-        try:
-            with self._looking(), self._as_called():
-                begins = states(device)
-                try:
-                    outputs = [self._seen(part) for part in parts]
-                finally:
-                    ends, others = states(device), Generators()
-        finally:
-            if ends is not None and self._state.grad and self._drawn_from is None:
-                if not has_drawn:  # later calls draw behind it, whether it fails, or its loss goes back
-                    self._begins = begins
-                    restore(device, ends)
-                others.restore()
-                if self._trains:
-                    passes.draws = passes.draws or not equal(begins, ends)
+        with self._states.looking(), self._as_called():
+            outputs = [self._seen(part) for part in parts]
         return self._joined(outputs, own, inputs)
 
     def _let_earlier_run(self) -> None:
@@ -359,7 +327,7 @@ class ModelRun:
             return
         n = passes.to_run.index(self)
         earlier, passes.to_run[: n + 1] = passes.to_run[:n], []
-        for run in earlier if self._changes or passes.draws is not False else ():
+        for run in earlier if self._states.may_change else ():
             if run._is_as_called():
                 try:
                     with torch.no_grad():
@@ -377,7 +345,7 @@ class ModelRun:
             raise
 
     def _has_run(self) -> bool:
-        return self._value is not None or self._drawn_from is not None or self._buffers is not None
+        return self._value is not None or self._states.has_run
 
     def _is_as_called(self) -> bool:
         """Whether it has not run, and what it computes with is what it was at the call."""
@@ -459,7 +427,7 @@ class ModelRun:
 
     def _aside(self, inputs: Any) -> tuple[Any, list[Sight]]:
         """What the model gives for all rows, and what hooks see; nothing else knows of it."""
-        with self._untouched(), self._as_called():
+        with self._states.untouched(), self._as_called():
             return self._seen(inputs)
 
     def _refuse_written(self) -> None:
@@ -472,71 +440,6 @@ class ModelRun:
                 "was called. In a pipeline it is computed when it is asked for, of the parameters as they "
                 "are then: ask for it before (loss.item()), or call the model afterwards."
             )
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """While open, passes may be made that leave no trace: they draw what the training pass draws.
-
-        They find what it found, where it is known that there are others.
-        """
-        passes, device = self._passes, self._passes.mesh.device()
-        drawn, before = states(device), passes.before()
-        if self._buffers is not None:
-            self._buffers.put()
-        if self._drawn_from is not None:
-            torchs, others = self._drawn_from
-            restore(device, torchs)
-            others.restore()
-        elif self._begins is not None:
-            restore(device, self._begins)
-        try:
-            with passes.memory.undone(), names_put_back(passes.call.module):
-                yield
-        finally:
-            restore(device, drawn)
-            before.put()
-            if self._state.grad and self._drawn_from is None:
-                passes.hide()
-
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """While open, the output is computed in the place of a training pass, which may never come."""
-        passes, device = self._passes, self._passes.mesh.device()
-        is_first = self._drawn_from is None and self._buffers is None
-        if not self._state.grad:
-            yield
-        elif not (is_first and self._changes):
-            with self._untouched():
-                yield
-        else:
-            drawn, before = states(device), passes.before()
-            if self._begins is not None:
-                restore(device, self._begins)
-            try:
-                with names_put_back(passes.call.module):
-                    yield
-            finally:
-                restore(device, drawn)
-            self._buffers = before
-            passes.hide()  # what has no gradient yet
-
-    @property
-    def _changes(self) -> bool:
-        """Whether a call of the model leaves something that later ones find, beside torch's generators."""
-        split = self._passes.stages.split
-        return bool(split.written) or split.remembers or split.dice is not None
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """While open, a pass finds buffers as another one did that has written to them, and leaves them."""
-        assert self._buffers is not None
-        self._passes.memory.hidden.show(self._passes.call.module)
-        back = self._buffers.swap()
-        try:
-            with self._passes.memory.undone():
-                yield
-        finally:
-            back()
 
     @contextmanager
     def _as_called(self) -> Iterator[None]:
@@ -607,11 +510,11 @@ class ModelRun:
         self.lay_out()
         self._let_earlier_run()
         # what it leaves, later calls find
-        if self._trains and (self._changes or passes.draws is not False) and not self._has_run():
+        if self._trains and self._states.may_change and not self._has_run():
             with torch.no_grad():
                 self.value()
         inputs = replaced(self._inputs, stand, mesh)
-        with self._untouched(), self._as_called(), passes.call.autocast():
+        with self._states.untouched(), self._as_called(), passes.call.autocast():
             return whole_output(passes.call.module, passes.everywhere, mesh, inputs)
 
     def here(self, tensors: Iterable[torch.Tensor], in_last: bool = False) -> dict[int, torch.Tensor]:
@@ -672,35 +575,15 @@ class ModelRun:
             )
 
     @contextmanager
-    def _drawing(self, draws: bool) -> Iterator[None]:
-        """While open, a training pass draws what the value was computed with that was asked for before it.
-
-        Args:
-            draws: whether the loss draws, too.
-        """
-        call, device = self._passes.call, self._passes.mesh.device()
-        now = states(device)
-        if self._drawn_from is None:
-            self._drawn_from = self._begins or now, Generators()
-            if self._begins is not None and not equal(self._begins, now):
-                restore(device, self._begins)
-                self._loss_begins = now
-        with having(call, loss_draws=draws, loss_begins=self._loss_begins):
-            yield
-
-    @contextmanager
     def tried(self) -> Iterator[None]:
         """While open, a pass that fails leaves no trace: a loss may turn out to be one of all rows."""
-        passes, device = self._passes, self._passes.mesh.device()
-        drawn, before, was = states(device), passes.before(), (self._drawn_from, self._loss_begins)
+        passes = self._passes
         earlier = passes.taken_gradients()
         passes.add_gradients(earlier)
         try:
-            yield
+            with self._states.undone_by_error():
+                yield
         except Exception:
-            self._drawn_from, self._loss_begins = was
-            restore(device, drawn)
-            before.put()
             passes.taken_gradients()  # they may be there yet
             passes.add_gradients(earlier)
             passes.hide()
@@ -733,7 +616,7 @@ class ModelRun:
         passes, call = self._passes, self._passes.call
         leaves_beside = [*beside.values()]
         check_beside(leaves_beside, passes.plan)
-        if self._drawn_from is not None and self.is_updated:
+        if self._states.has_trained and self.is_updated:
             raise RuntimeError(
                 "backward() through a call of the model that a loss went back through before, and its "
                 "parameters were updated since: call the model again, or make the step after all backward "
@@ -748,13 +631,6 @@ class ModelRun:
         earlier = passes.taken_gradients()
         inputs = mapped(lambda x: beside.get(id(x), x), self._inputs)
         parts, self._own = self._parts((inputs, captured))
-        gone: AbstractContextManager[None] = nullcontext()
-        if self._drawn_from is not None:
-            gone = self._untouched()
-        elif self._buffers is not None:
-            gone = self._again()
-        elif self.stays and self._trains and self._changes:
-            self._buffers = passes.before()
         kept: list[Any] = []
 
         def loss_of_kept(output: Any, more: Any) -> Any:
@@ -768,7 +644,8 @@ class ModelRun:
             numbers = [] if self.batch is not None else leaves((self._inputs, captured), torch.Tensor)
             in_order = passes.evaluation.of_one_call(numbers, adds)
             of_parts = having(passes, counts_one=(self.is_part and not adds) or self._is_counted)
-            with gone, self._drawing(draws), in_order, self._as_called(), self._looked_at(seen), of_parts:
+            training = self._states.training(draws, self.stays)
+            with training, in_order, self._as_called(), self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
             self.mean_over = passes.evaluation.number
