@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,8 +14,8 @@ from torch import nn
 
 from espalier.blocks import named_parameters_in, parameters_in
 from espalier.comm import move
-from espalier.comm.collectives import broadcast, sum_whole, swap_with
-from espalier.comm.control import Board, agree, any_says, numbers_of_all
+from espalier.comm.collectives import broadcast, sum_whole
+from espalier.comm.control import agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
@@ -39,8 +37,10 @@ from espalier.engine.one_by_one import OneByOne
 from espalier.engine.own_graphs import any_tells, beside, come_unannounced, tried
 from espalier.engine.passes import Backward, Direct, Judge, Loss, Passes, Phase
 from espalier.engine.seen import Around
+from espalier.engine.shared_parameters import SharedParameters
+from espalier.engine.told_gradients import ToldGradients
 from espalier.engine.waiting import WaitingForStages
-from espalier.layout import Layout, gradient_layout
+from espalier.layout import Layout
 from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
@@ -60,7 +60,6 @@ from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import user_frame
-from espalier.texts import dtype_name
 from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
@@ -97,8 +96,7 @@ class Staged(Passes):
         self._copies, self._alone = Copies(self), OneByOne(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
-        self._unlike: dict[str, str | None] | None = {}  # see _tells_of_gradients; None: others may not know
-        self._board: Board | None = None  # where stages say so
+        self._told: ToldGradients | None = None  # on a dry mesh stages say nothing of them
 
     # ---- to lay out
 
@@ -159,7 +157,8 @@ class Staged(Passes):
         self.seen.watch(m.p for m in data.members)
         self.seen.watch_clipping()
         self.waiting = WaitingForStages(data, self.seen, is_dry=self.mesh.is_dry)
-        data.gradients.share({id(p) for p, _ in self._shared(data)})
+        tag = 2 * (self.plan.pipe * self.plan.stages_per_rank)  # behind those of stages
+        self._shared = SharedParameters(data, self.stages, self.mesh, tag)
         users = self.stages.users
         self.mesh.copied = tuple(name for name, of in users.items() if len(of) > 1)
         places = {}
@@ -169,14 +168,15 @@ class Staged(Passes):
             places[name] = among(self.mesh, self._axis, users[name]) if is_part else lies
             if is_part:
                 p._place = places[name]  # type: ignore[attr-defined]  # see espalier.tensor.meshes
-        self._board = None if self.mesh.is_dry else Board(self.mesh, "gradients")
+        home, is_first = self.stages.home, self.call.mesh.rank == 0
+        self._told = None if self.mesh.is_dry else ToldGradients(self.mesh, self._here, is_first, home)
         around: weakref.WeakMethod[Around] = weakref.WeakMethod(self.make_beside)
         if self.mesh.asked is None:
             self.mesh.asked = Asked(self.mesh)
         self.seen.show_all(places, weakref.WeakMethod(self._dtype_of_gradient), around)
         data.gradients.announce(come_unannounced)
         self.mesh.beside = beside
-        self._share_values(data)
+        self._shared.share_values()
         self._copies.lay_out(self.call.module)
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
@@ -462,7 +462,9 @@ class Staged(Passes):
         return self.stages.runtime.failure
 
     def _give_up(self) -> NoReturn:
-        failure, self.stages.runtime.failure, self._unlike = self._failure, None, None
+        failure, self.stages.runtime.failure = self._failure, None
+        if self._told is not None:
+            self._told.forget()
         self.zero_grad()
         agree(failure, self.mesh, range(self.mesh.ndim))
         raise AssertionError("a rank has failed")
@@ -560,8 +562,8 @@ class Staged(Passes):
 
     def _tell_of_gradients(self, error: Exception | None = None) -> None:
         """Let all ranks know which gradients stages have; or raise on all what one has met."""
-        if self._board is not None and any_tells(self._tells_of_gradients(), error, self.mesh):
-            self._board.turn()
+        if self._told is not None and any_tells(self._tells_of_gradients(), error, self.mesh):
+            self._told.turn()
 
     @property
     def has_new(self) -> bool:
@@ -574,7 +576,7 @@ class Staged(Passes):
         if not self._is_finished:
             self._is_finished = True
             self.data.gradients.finish()
-            self._sum_shared(self.data)
+            self._shared.sum_gradients()
         elif self.seen.are_given:
             self.data.gradients.finish()
             self._drop_unneeded(self.data.gradients.without)
@@ -596,41 +598,19 @@ class Staged(Passes):
             shares.append(failed + _TELLS if tells else failed)
         *numbers, failed = sum_whole(torch.stack(shares), self.mesh).unbind()
         if self._see(failed, tells):
-            assert self._board is not None
-            self._board.turn()
+            assert self._told is not None
+            self._told.turn()
         self._know(numbers)
 
     def _tells_of_gradients(self) -> bool:
-        """Whether this rank has to say, and has said, which gradients of its stages are not as expected.
-
-        Expected is one for each parameter that is trained, of its dtype.
-        """
-        if self._board is None or self.call.mesh.rank:
-            return False
         assert self.data is not None
-        unlike: dict[str, str | None] = {}
-        with raw():
-            for m in filter(lambda m: self.saves(m.name), self.data.members):
-                grad = gradient_of(m.p)
-                grad = self._taken.get(m.p) if grad is None else grad
-                if grad is None:
-                    unlike |= {m.name: None} if m.p.requires_grad else {}
-                elif grad.dtype is not m.p.dtype or not m.p.requires_grad:
-                    unlike[m.name] = dtype_name(grad.dtype)
-        if unlike == self._unlike:
-            return False
-        self._unlike = unlike
-        self._board.say(self._here, json.dumps(unlike).encode())
-        return True
+        return self._told is not None and self._told.say(self.data.members, self._taken)
 
     def _dtype_of_gradient(self, name: str, p: torch.Tensor) -> torch.dtype | None:
         """Of a parameter of other ranks; None if it has no gradient."""
-        said = b"" if self._board is None else self._board.said(self.stages.home(name))
-        unlike = _unlike(said)
-        if name not in unlike:
+        if self._told is None:
             return p.dtype if p.requires_grad else None
-        dtype = unlike[name]
-        return None if dtype is None else getattr(torch, dtype)
+        return self._told.dtype_of(name, p)
 
     def factor(self) -> torch.Tensor | None:
         factor, self._factor = self._factor, None
@@ -676,59 +656,3 @@ class Staged(Passes):
             if self._weighs:
                 self._factor = self.last_factor = torch.where(factor == 0, torch.ones_like(factor), factor)
         self._is_known = True
-
-    # ---- parameters that several stages use
-
-    def _shared(self, data: ZeroState) -> list[tuple[torch.nn.Parameter, tuple[int, ...]]]:
-        """Those that stages of other ranks use too, and the coordinates of these and this rank, in order."""
-        users = self.stages.users
-        return [(m.p, users[m.name]) for m in data.members if len(users[m.name]) > 1]
-
-    def _exchanged(self, x: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
-        """What each of some coordinates of the pipe has in place of this rank's tensor."""
-        tag = 2 * (self.plan.pipe * self.plan.stages_per_rank)
-        others = swap_with(x, self.mesh, self._axis, [i for i in among if i != self._here], tag).wait()
-        others.insert(list(among).index(self._here), x)
-        return others
-
-    def _share_values(self, data: ZeroState) -> None:
-        """Copies of a parameter have the values of the first."""
-        with data.updating(), raw():
-            for p, among in self._shared(data):
-                own = plain(p.detach())
-                own.copy_(self._exchanged(own.contiguous(), among)[0])
-
-    def _sum_shared(self, data: ZeroState) -> None:
-        """The gradient of a parameter is the sum of those of its copies; None if none of them has one."""
-        with raw():
-            for p, among in self._shared(data):
-                grad = gradient_of(p)
-                is_there = grad is not None and id(p) not in data.gradients.without
-                if grad is None:
-                    own = plain(p.detach())
-                    grad = stamp(own.new_zeros(own.shape, dtype=p.grad_dtype), gradient_layout(layout_of(p)))
-                here = plain(grad)
-                # with it whether there is one
-                wire = torch.empty(here.numel() + 1, dtype=here.dtype, device=here.device)
-                wire[:-1].copy_(here.reshape(-1))
-                wire[-1] = float(is_there)
-                others = self._exchanged(wire, among)
-                # others of a dry mesh have one, if any may have
-                told = (p.requires_grad,) if self.mesh.is_dry else (x[-1].item() for x in others)
-                if not is_there and not any(told):  # asked only here: a device is waited for
-                    p.grad = None
-                    continue
-                total = others[0][:-1]
-                for other in others[1:]:
-                    total = total + other[:-1]
-                here.copy_(total.view(here.shape))
-                if gradient_of(p) is None:
-                    _set_grad(p, grad)
-        data.gradients.have_shared()
-
-
-@lru_cache(maxsize=64)
-def _unlike(said: bytes) -> dict[str, str | None]:
-    """What a stage said of its gradients."""
-    unlike: dict[str, str | None] = json.loads(said or b"{}")
-    return unlike
