@@ -1,29 +1,19 @@
-"""Batches: which rows a rank computes, how they become DTensors, and where those of a dataset stand.
-
-Who comes from data parallelism by hand gives each rank its own rows. As a global batch, of which each rank
-computes its part, all but one in n of them would be left out, and the loss would fall all the same. So in the
-first step each rank's batches become one number, and its sums over the ranks ride on the message of the norm
-(:class:`GivenBatches`)."""
+"""Batches: which rows a rank computes, and how they become DTensors."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import send_rows
 from espalier.device import moved
-from espalier.engine.collation import hangs_together
 from espalier.engine.lengths import all_alike
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.layout.layout import bounds
@@ -33,8 +23,7 @@ from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.observers import claim, user_frame
 from espalier.tensor.rules.joint_failure import alike
-from espalier.torch_private import open_transform, raw
-from espalier.trees import instances_of, leaves, named_leaves, tensors_in, tree_map
+from espalier.trees import leaves, named_leaves, tensors_in, tree_map
 
 _EXHAUSTED, _RAGGED = -1, -2
 
@@ -111,7 +100,7 @@ class Batches:
             )
 
         def wrap(x: Any) -> Any:
-            if not _has_rows(x) or isinstance(x, DTensor):
+            if not has_rows(x) or isinstance(x, DTensor):
                 return x
             layout = self._cut_by_rows((size, *x.shape[1:]))
             if tuple(x.shape) != layout.local_shape:
@@ -154,7 +143,7 @@ class Batches:
         lengths = self._lengths(batch)
 
         def cut(x: Any) -> Any:
-            if not _has_rows(x) or isinstance(x, DTensor):
+            if not has_rows(x) or isinstance(x, DTensor):
                 return x
             claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
             if x.requires_grad and torch.is_grad_enabled() and self.readers > 1:
@@ -223,7 +212,7 @@ class Batches:
         if len(sizes) == 1:
             size = sizes.pop()
             return rows, Own(size, self.rows(size), True)
-        if not any(map(_has_rows, tensors_in(rows))):
+        if not any(map(has_rows, tensors_in(rows))):
             return rows, None
         batch, held = self._gathered(rows)
         size, here = sum(held), self.mesh.place(self.axes)
@@ -311,13 +300,13 @@ class Batches:
             self._refuse(rows)
         if _EXHAUSTED in counts:
             first = next(i for i, n in enumerate(counts) if n != _EXHAUSTED)
-            own = tree_map(lambda x: x[:0].cpu() if _has_rows(x) else x, rows) if count >= 0 else None
+            own = tree_map(lambda x: x[:0].cpu() if has_rows(x) else x, rows) if count >= 0 else None
             templates = gather_objects(own if mesh.ranks[first] == mesh.world_rank else None, mesh)
             rows = templates[first] if rows is None else rows
         held = [max(of[0], 0) for _, of in sorted(shared.items())]
         size = sum(held)
         if held != self._even(size):  # those that lie as they are to keep their order
-            rows = tree_map(lambda x: self._evened(x, held) if _has_rows(x) else x, rows)
+            rows = tree_map(lambda x: self._evened(x, held) if has_rows(x) else x, rows)
         return self.local(rows, size), held
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
@@ -379,8 +368,8 @@ def _overlaps(have: Sequence[int], want: Sequence[int]) -> list[list[int]]:
     ]
 
 
-def _has_rows(x: Any) -> bool:
-    # what is sparse, a graph say, goes whole to all ranks
+def has_rows(x: Any) -> bool:
+    """Whether its first dim are rows; what is sparse, a graph say, goes whole to all ranks."""
     if not isinstance(x, torch.Tensor) or x.ndim == 0 or is_sparse(x):
         return False
     refuse_nested(x)
@@ -388,13 +377,13 @@ def _has_rows(x: Any) -> bool:
 
 
 def _stretch(start: int, n: int) -> Callable[[Any], Any]:
-    return lambda x: x[start : start + n] if _has_rows(x) else x
+    return lambda x: x[start : start + n] if has_rows(x) else x
 
 
 def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with rows, and where they stand."""
     leaves = named_leaves(batch, lambda _, x: isinstance(x, Mapping | tuple | list))
-    return [(name or "batch", x) for name, x in leaves if _has_rows(x)]
+    return [(name or "batch", x) for name, x in leaves if has_rows(x)]
 
 
 def _sequence(x: torch.Tensor, lengths: frozenset[int]) -> int | None:
@@ -432,441 +421,3 @@ def loss_of(output: Any) -> torch.Tensor:
         f"The model returned {type(output).__name__} without a loss. Give it labels, let it return the "
         "loss, or pass loss_fn=lambda output, batch: ... to initialize."
     )
-
-
-# ---- ranks that are given different batches where one is expected
-
-
-_SAMPLES = 2**20  # of a tensor, that are looked at
-_APART = 1e-4  # rounding is less (a batch that each rank computed by itself); another batch is about 1 away
-
-
-class GivenBatches:
-    """The global batches of the first step, as this rank was given them.
-
-    Ranks are compared with those of the same place, along an axis whose others may do with less of the batch.
-
-    Args:
-        place: this rank's, of so many ``places``.
-        readers: how many ranks may have rows of their own: then others than the first's are expected of them.
-        own: this rank among those that may, and how many there are: ranks of one number have the same rows.
-
-    Attributes:
-        is_open: whether they are still to be compared.
-    """
-
-    def __init__(
-        self, mesh: Mesh, place: int, places: int, readers: int = 1, own: tuple[int, int] = (0, 1)
-    ) -> None:
-        self._mesh, self._place, self._places, self._readers = mesh, place, places, readers
-        self._own = own
-        self.is_open = mesh.size() > 1
-        self._sum: torch.Tensor | float = 0.0
-        self._weight = 0
-        self._is_own = False
-        self._compared, self._looks = False, True
-        self._undo: Callable[[], object] = lambda: None
-
-    def note(self, batch: Any, own: bool = False) -> None:
-        """Look at a batch that is about to be trained on; ``own``: at this rank's rows of one."""
-        self._is_own |= own
-        if not self.is_open or not torch.is_grad_enabled():
-            return
-        for x in tensors_in(dict(batch) if isinstance(batch, Mapping) else batch):
-            if not isinstance(x, DTensor):
-                self._weight += 1
-                if not self._mesh.is_dry and x.numel():
-                    self._sum = self._sum + self._weight * _mark(x).to(self._mesh.device())
-
-    def look_at(self, module: nn.Module) -> None:
-        """Look, until they are compared, at batches, too, with which the program calls the model itself."""
-        if not self.is_open or not self._looks:
-            return
-        of, model = weakref.ref(self), weakref.ref(module)  # a copy of the module has the hook, too
-
-        def look(called: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            given = of()
-            if given is None or torch.compiler.is_compiling() or open_transform() is not None:
-                return
-            if called is model():
-                given.note([args, named])
-
-        self._undo = module.register_forward_pre_hook(look, with_kwargs=True).remove
-        vars(look)["leave"] = self._undo
-
-    def look_away(self) -> None:
-        """Leave these calls alone: the program trains by what stands around the model."""
-        self._looks = False
-        self._undo()
-
-    def compare(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See, once, that ranks have the same gradients, of calls that the engine knows nothing of.
-
-        Raises:
-            ValueError: on all ranks, if they have not.
-        """
-        if self._compared or not self.is_open or self._mesh.is_dry:
-            return
-        with raw():
-            marks = [_mark(p.grad) * i for i, p in enumerate(parameters, 1) if p.grad is not None]
-            mark = float(sum(marks)) / len(marks) ** 2 if marks else 0.0
-        (lowest, *_, highest) = sorted(numbers_of_all([round(mark / _APART)], self._mesh))
-        if highest[0] - lowest[0] > 1:
-            raise ValueError(_ALONE)
-        self._compared = True
-
-    def shares(self) -> list[torch.Tensor]:
-        """What this rank gives to the sums; nothing once they were compared."""
-        if not self.is_open:
-            return []
-        with raw():
-            of, each = self._own if self._is_own else (0, 1)
-            sums = torch.zeros(self._places, each, 3, dtype=torch.float64, device=self._mesh.device())
-            if self._weight:
-                mark = self._sum / self._weight**2
-                for i, value in enumerate((1.0, mark, mark * mark)):
-                    sums[self._place, of, i] = value
-            return list(sums.view(-1).unbind())
-
-    def check(self, sums: Sequence[torch.Tensor]) -> None:
-        """Compare.
-
-        Raises:
-            ValueError: on all ranks, if they were given different batches.
-        """
-        self._sum, self._weight = 0.0, 0
-        if not self._mesh.is_dry:
-            with raw():
-                rows = torch.stack(list(sums)).view(self._places, -1, 3).cpu()
-            if max(_apart(rows.flatten(0, 1)), default=0.0) > _APART:
-                raise ValueError(_OF_ONE_BATCH if self._is_own else _DIFFERENT)
-            apart = _apart(rows.sum(1))
-            if apart and max(apart) <= _APART and self._is_own and self._readers > 1:
-                warnings.warn(_SAME, stacklevel=user_frame()[0])
-        self.is_open = False
-        self._undo()
-
-
-def _apart(sums: torch.Tensor) -> list[float]:
-    """How far marks are apart, of each place that has some: by their number, sum and sum of squares."""
-    return [math.sqrt(max(squares / n - (of / n) ** 2, 0.0)) for n, of, squares in sums.tolist() if n]
-
-
-@torch.no_grad()
-def _mark(x: torch.Tensor) -> torch.Tensor:
-    """A number of about 1 that hangs on all elements (on some, of a large tensor) and their order."""
-    with raw():
-        refuse_nested(x)
-        if is_sparse(x):
-            x = x.detach().to_sparse_coo().coalesce().values()
-        x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
-        flat = x.reshape(-1)
-        flat = flat[:: -(-flat.numel() // _SAMPLES)].to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
-        wave = (
-            torch.arange(1.0, 1 + flat.numel(), dtype=torch.float64, device=flat.device).mul_(math.e).sin_()
-        )
-        return (flat @ wave) / flat.norm().clamp(min=1e-30) + float(x.ndim + x.shape.numel() % 1009)
-
-
-_DIFFERENT = (
-    "The ranks were given different batches. A batch of plain tensors is the whole global batch, equal on "
-    "all ranks: each rank computes its rows of it, and those that it alone was given would be left out. "
-    "Nothing was updated. If each rank loads its own rows (a DistributedSampler), write "
-    "engine(engine.local_batch(batch)) in place of engine(batch), and so with train_step; or train what "
-    'espalier.prepare(model, optimizer, rows="own") gives. Else give all ranks the same batch: one order, '
-    "one seed."
-)
-
-_ALONE = (
-    "optimizer.step(): the ranks have different gradients. The model, which is laid out at the first batch "
-    "that the engine is given, is not yet: these are of calls of the model itself, which each rank made "
-    "whole, on a batch of its own. Give all ranks the same, or train by engine(batch), by "
-    'engine.outputs(inputs), or what espalier.prepare(model, optimizer, rows="own") gives.'
-)
-
-_OF_ONE_BATCH = (
-    "Ranks that share the model's layers, along tensor axes, were given different rows. They work on one "
-    "batch together, and rows of all but one of them would be left out. Nothing was updated. Give them the "
-    "same rows: let samplers count the ranks that read rows of their own, DistributedSampler(data, "
-    "num_replicas=ranks // tensor, rank=rank // tensor) where tensor is the last axis of the plan."
-)
-
-_SAME = (
-    "All ranks gave the model the very same rows: a step computes what one rank alone would. If a DataLoader "
-    "reads the whole dataset on every rank, give it a DistributedSampler; or give it to espalier.prepare, "
-    "which cuts its batches over the ranks."
-)
-
-
-# ---- batches of a dataset
-
-
-Rows = Callable[[int], slice]
-# called when an epoch is asked for, it gives the state of the generator that seeds workers, and what, called
-# before the first batch, gives that of a generator whose randperm is the epoch's order
-Orders = Callable[[], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
-
-
-class Loader:
-    """Global batches of a dataset, epoch after epoch. Made by :meth:`espalier.Engine.loader`.
-
-    Iterating over it gives what is left of an epoch, or the next one. The order is that of the seed and the
-    epoch alone, so that it is the same on any number of ranks.
-
-    What else a program asks of it (``dataset``, ``batch_size``, ``sampler``, ...) is that of torch's
-    ``DataLoader`` which one process would have.
-
-    Attributes:
-        epoch: the one that is given, or comes next; from 0.
-        batch: how many of its batches were given.
-    """
-
-    def __init__(
-        self,
-        take: Callable[..., Any],
-        rows: Rows,
-        parts: Callable[[int], list[slice]],
-        dataset: Dataset[Any],
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int | Orders,
-        drop_last: bool,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        options: dict[str, Any],
-    ) -> None:
-        if isinstance(dataset, DataLoader):
-            raise ValueError(
-                "engine.loader takes a dataset, got a DataLoader: engine.loader(loader.dataset, batch_size), "
-                "or espalier.prepare(model, optimizer, loader), which takes DataLoaders."
-            )
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"engine.loader needs a dataset of known length whose rows have numbers, got "
-                f"{type(dataset).__name__}. Of a stream, give each rank's rows to engine.local_batch(rows)."
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size}: expected the rows of a global batch, 1 or more.")
-        ours = {"batch_sampler", "sampler", "batch_size", "generator"} & options.keys()
-        if ours:
-            raise ValueError(f"engine.loader draws the rows itself: leave out {', '.join(sorted(ours))}.")
-        self.epoch = self.batch = 0
-        self._take, self._rows, self._parts = take, rows, parts
-        self._size = batch_size
-        self._dataset: Any = dataset
-        self._shuffle, self._drop_last = shuffle, drop_last
-        self._orders = seed if callable(seed) else None
-        self._seed = None if callable(seed) else seed
-        self._order: torch.Tensor | None = None
-        self._resumed, self._loads = False, 0
-        plain: DataLoader[Any] = DataLoader(
-            dataset, batch_size, collate_fn=collate_fn, drop_last=drop_last, **options
-        )
-        self._share = _Share()
-        self._is_whole: bool | None = False  # whether each rank loads all rows; None: that is to be found out
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self._share,
-            collate_fn=_Collate(plain.collate_fn),
-            generator=torch.Generator(),  # else each epoch would draw from torch's own
-            **options,
-        )
-        self._collate: Callable[[list[Any]], Any] = plain.collate_fn
-        self._plain = plain
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._plain, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_plain" in vars(self) and name not in vars(self) and hasattr(self._plain, name):
-            raise ValueError(
-                f"{name} of a loader cannot be set once ranks share its batches: give it to the DataLoader "
-                "before espalier.prepare takes it, or to engine.loader."
-            )
-        super().__setattr__(name, value)
-
-    def stand_for(self, loader: DataLoader[Any]) -> None:
-        """Be asked in the place of a DataLoader of the program's, and give the very batches that it would."""
-        self._plain, self._is_whole = loader, None
-
-    @property
-    def _length(self) -> int:
-        return len(self._dataset)
-
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-        full, rest = divmod(self._length, self._size)
-        return full + (rest > 0 and not self._drop_last)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch, as :meth:`espalier.Engine.local_batch` gives it (all ranks must ask)."""
-        resumed, self._resumed = self._resumed, False
-        epoch, start = self.epoch, self.batch
-        if start and not resumed:  # somebody has left the last one, or is in its midst
-            epoch, start = epoch + 1, 0
-        workers, draw = torch.Generator().manual_seed(_mixed(self._seed or 0, epoch) ^ 1).get_state(), None
-        if self._orders is not None and not (resumed and self._order is not None and start):
-            workers, draw = self._orders()
-        return self._given(epoch, start, workers, draw)
-
-    def _given(
-        self, epoch: int, batch: int, workers: torch.Tensor, draw: Callable[[], torch.Tensor] | None
-    ) -> Iterator[Any]:
-        """Batches of an epoch. Each says where the loader stands: several may be gone through at once."""
-        order = self._order if draw is None else draw()
-        loads = self._loads
-        drawn = self._drawn(epoch, batch, order)
-        if self._is_whole is None and (first := next(drawn, None)) is not None:
-            self._is_whole = self._hangs_together(first)
-            drawn = itertools.chain([first], drawn)
-        self._share.begin(self._loaded(drawn))
-        assert self._loader.generator is not None
-        self._loader.generator.set_state(workers)
-        for rows in self._loader:
-            with warnings.catch_warnings():
-                if batch and batch + 1 == len(self):  # what is left may be too few for all ranks
-                    warnings.filterwarnings("ignore", "A global batch of")
-                taken = self._of_all(rows, batch) if self._is_whole else self._take(rows)
-            batch += 1
-            self.epoch, self.batch, self._order = epoch, batch, order
-            yield taken
-            if self._loads != loads:
-                return  # a checkpoint was loaded meanwhile
-        self.epoch, self.batch = epoch + 1, 0
-
-    def _drawn(self, epoch: int, start: int, state: torch.Tensor | None) -> Iterator[Sequence[int]]:
-        """The numbers of the rows of each batch of an epoch from ``start`` on."""
-        order: Sequence[int] = range(self._length)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self._seed or 0, epoch))
-            if state is not None:
-                generator.set_state(state)
-            order = torch.randperm(self._length, generator=generator).tolist()
-        for i in range(start, len(self)):
-            yield order[i * self._size : (i + 1) * self._size]
-
-    def _loaded(self, drawn: Iterator[Sequence[int]]) -> Iterator[list[int]]:
-        """Of the rows of each batch those that this rank loads."""
-        for batch in drawn:
-            yield list(batch if self._is_whole else batch[self._rows(len(batch))])
-
-    def _hangs_together(self, numbers: Sequence[int]) -> bool:
-        """Whether a batch has to be loaded as a whole, and say so where that takes longer."""
-        if len(self._parts(len(numbers))) == 1:
-            return True
-        reason = hangs_together(self._dataset, self._collate, numbers, self._parts(len(numbers)))
-        if reason is not None:
-            _tell(
-                f"Each rank loads all rows of each batch: {reason}, and the batches are to be those of one "
-                "process. It is quicker where each loads its own: by engine.loader(dataset, ...), whose "
-                "ranks draw and collate for themselves, or of a DataLoader with a DistributedSampler."
-            )
-        return reason is not None
-
-    def _of_all(self, batch: Any, i: int) -> Any:
-        """A global batch that every rank has loaded; one whose rows are not first stays as it is."""
-        size = min(self._size, self._length - i * self._size)
-        if any(x.shape[0] != size for x in tensors_in(batch) if x.ndim):
-            return batch
-        here = self._rows(size)
-        return self._take(tree_map(lambda x: x[here] if _has_rows(x) else x, batch), size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands, and of what."""
-        order = {} if self._order is None else {"order": bytes(self._order.tolist()).hex()}
-        return {
-            **order,
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "rows": self._length,
-            "batch_size": self._size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "drop_last": self._drop_last,
-        }
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """In what the batches of a position that was saved are others."""
-        position = self.state_dict()
-        wrong = [
-            key for key in position if key not in ("epoch", "batch", "order") and position[key] != state[key]
-        ]
-        return [f"its loader has {key} = {state[key]}, this one {position[key]}" for key in wrong]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: it is of other batches.
-        """
-        if wrong := self.differences(state):
-            raise ValueError(f"The position is of other batches: {'; '.join(wrong)}.")
-        self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
-        self._loads += 1
-        if "order" in state:
-            self._order = torch.tensor(list(bytes.fromhex(state["order"])), dtype=torch.uint8)
-
-
-class _Share:
-    """The numbers of the rows that this rank loads, batch by batch."""
-
-    def __init__(self) -> None:
-        self._drawn: Iterator[list[int]] = iter(())
-
-    def begin(self, drawn: Iterator[list[int]]) -> None:
-        """Give these when iterated over next."""
-        self._drawn = drawn
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._drawn
-
-
-class _Collate:
-    """Makes a batch of rows; None of none."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: list[Any]) -> Any:
-        return self._collate(rows) if rows else None
-
-
-def _mixed(seed: int, epoch: int) -> int:
-    """A seed for an epoch."""
-    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 1) % 2**63
-
-
-def restore_loaders(loaders: Sequence[Loader], states: Sequence[dict[str, Any]] | None) -> None:
-    """Let loaders go on where a checkpoint says, and tell of what it does not say."""
-    for loader, state in zip(loaders, states or (), strict=False):
-        loader.load_state_dict(state)
-    if len(loaders) > len(states or ()):
-        _tell(
-            f"The checkpoint has the position of {len(states or ())} loader(s), and this engine has "
-            f"{len(loaders)}: the others begin at their first batch."
-        )
-    elif not loaders and _has_shuffled():
-        _tell(
-            "A checkpoint does not know where a shuffled DataLoader stands: it begins anew, with rows that "
-            "were trained on already. engine.loader(dataset, batch_size=..., shuffle=True), made before "
-            "engine.load, goes on where it was."
-        )
-
-
-def _has_shuffled() -> bool:
-    """Whether the process has such a loader, which is no garbage."""
-    if not any(map(_is_shuffled, instances_of(DataLoader))):
-        return False
-    gc.collect()
-    return any(map(_is_shuffled, instances_of(DataLoader)))
-
-
-def _is_shuffled(loader: Any) -> bool:
-    """Whether a DataLoader of torch draws at random, and says nowhere how far it is."""
-    return not hasattr(loader, "state_dict") and isinstance(getattr(loader, "sampler", None), RandomSampler)
-
-
-def _tell(message: str) -> None:
-    warnings.warn(message, stacklevel=user_frame()[0])

@@ -24,9 +24,9 @@ from espalier.comm.collectives import reduce, sum_whole
 from espalier.comm.control import agree, gather_objects
 from espalier.comm.redistribute import carry_out
 from espalier.device import get_rng_state, set_rng_state
-from espalier.engine.batches import Loader, restore_loaders
 from espalier.engine.beside import is_beside, named_trained, names_of_trained
 from espalier.engine.by_model import load_by_model, loads_by_itself, with_notes_of
+from espalier.engine.loader import Loader, restore_loaders
 from espalier.engine.norm import LossScaler
 from espalier.engine.passes import Passes
 from espalier.engine.states import apart, like_parameter

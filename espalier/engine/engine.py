@@ -22,7 +22,6 @@ from espalier.checkpoint import Index, Lying, Saver
 from espalier.comm import Ledger
 from espalier.engine import report
 from espalier.engine.accumulation import Count
-from espalier.engine.batches import Loader, Orders
 from espalier.engine.beside import beside_model, counted_beside, held_beside, make_equal
 from espalier.engine.checkpointing import (
     EngineState,
@@ -41,6 +40,7 @@ from espalier.engine.checkpointing import (
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
+from espalier.engine.loader import Loader, Orders
 from espalier.engine.loads import Loads
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
 from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase

@@ -20,10 +20,11 @@ from espalier.blocks import parameters_in
 from espalier.comm.collectives import sum_whole
 from espalier.comm.control import any_says, gather_objects
 from espalier.engine.accumulation import Accumulation, Number
-from espalier.engine.batches import GivenBatches, Own
+from espalier.engine.batches import Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.call_states import CallStates, Surroundings
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
+from espalier.engine.given_batches import GivenBatches
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (

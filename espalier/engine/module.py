@@ -17,9 +17,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
-from espalier.engine.batches import Orders
 from espalier.engine.by_model import add_notes, with_notes_of
 from espalier.engine.engine import Engine, Rows
+from espalier.engine.loader import Orders
 from espalier.engine.seen import give_back, held_gradients
 from espalier.engine.start import initialize
 from espalier.engine.surface import GivenState, bound

@@ -26,7 +26,8 @@ from espalier.blocks import parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count, with_labels
 from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
-from espalier.engine.batches import Batches, GivenBatches, Own, loss_of
+from espalier.engine.batches import Batches, Own, loss_of
+from espalier.engine.given_batches import GivenBatches
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.own_loop import OwnLoop
 from espalier.engine.report import PeakMemory, Traffic

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 
-from espalier.engine.batches import restore_loaders
+from espalier.engine.loader import restore_loaders
 from espalier.train.corpus import prepare
 from espalier.train.data import Mix, SampledBatches, shuffled, training_batches, validation_batches
 from espalier.train.job import Job, JobError

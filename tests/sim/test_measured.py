@@ -174,7 +174,7 @@ def test_compare_runs_on_the_accelerator(on_sim: Callable[..., list[Any]], axis:
     for _, told, leads, _ in of_ranks:
         around = {("sync", "device.py:synchronize"): 2 * (STEPS + LOOKED_INTO)}
         for where in ("note", "check"):  # of batches, the first times
-            told.pop(("sync", f"engine/batches.py:GivenBatches.{where}"), None)
+            told.pop(("sync", f"engine/given_batches.py:GivenBatches.{where}"), None)
         # a pipeline follows its first batch, and tells when all is over who did what when
         assert told.items() >= around.items() and {kind for kind, _ in told} == {"sync"}
         assert axis == "pipe" or told == around
