@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from espalier.files import bytes_of, write_file
 from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.torch_private import version_of
 
@@ -174,7 +173,7 @@ def _this_run() -> str:
 def _tell_aside(work: SaveWork) -> None:
     """Warn, once, of another run's checkpoint that was in the place of this one."""
     if words := work.aside_in_words():
-        warnings.warn(words, stacklevel=user_frame()[0])
+        tell(words)
 
 
 def _see_some_stay(keep: int | None) -> None:
@@ -251,7 +250,7 @@ def _see_what_differs(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
         words = (
             f"engine.save: ranks give {names} different values, and one of them is saved for all. {advice}"
         )
-        warnings.warn(words, stacklevel=user_frame()[0])
+        tell(words)
 
 
 def _plain_name(at: str) -> str:

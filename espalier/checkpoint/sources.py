@@ -14,7 +14,6 @@ import io
 import json
 import os
 import pickle
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from espalier.checkpoint.index import CheckpointError, FormatError, TensorInfo, 
 from espalier.checkpoint.tensor_file import check, damaged, read
 from espalier.checkpoint.zero_files import is_zero, read_zero, tagged
 from espalier.layout.layout import Box, overlap
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.trees import named_leaves
 
@@ -140,7 +139,7 @@ def _folder(path: Path) -> TensorSource:
         first = newest(path) or saved[0]
         if first != saved[0]:
             words = f"{saved[0]} is damaged: {first} is taken (espalier checkpoint {path} lists them)."
-            warnings.warn(words, stacklevel=user_frame()[0])
+            tell(words)
         return Checkpoint(first)  # which says what is wrong with it
     if (path / TORCH).is_file():
         return Distributed(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from espalier.mesh.process import World, running_size
 from espalier.parallel import Plan
 from espalier.parallel.plan import known_as
 from espalier.parallel.tensor.tables import unstyled
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import dtype_name, refuse
 
 # ---- the ranks that differ from this one along some axes, as programs of other systems ask for them
@@ -120,10 +119,9 @@ def tell_of_ranks(told: str) -> None:
         told: what it does instead, with ``{devices}``.
     """
     if world_size() == 1 and (devices := count()) > 1:
-        warnings.warn(
+        tell(
             f"{told.format(devices=devices)}. "
-            f"Ranks are processes: espalier run -n {devices} SCRIPT.py has one for each.",
-            stacklevel=user_frame()[0],
+            f"Ranks are processes: espalier run -n {devices} SCRIPT.py has one for each."
         )
 
 

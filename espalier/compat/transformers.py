@@ -11,7 +11,6 @@ import copy
 import inspect
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -44,7 +43,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.planner import Cluster, auto, shipped
 from espalier.tensor import DTensor
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import refuse
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -391,10 +390,9 @@ def _count_readers(args: Any, readers: int) -> None:
         reason = f"on this plan {rows} rows are generated at once: expected a divisor of these"
         refuse("Trainer", [("num_generations", args.num_generations, reason)])
     if rows != generated and args.steps_per_generation != args.gradient_accumulation_steps:
-        warnings.warn(
+        tell(
             f"generation_batch_size is {rows} on this plan, of {args.steps_per_generation} steps, and not "
-            f"{generated}: ranks that share rows count once. steps_per_generation= says how many steps.",
-            stacklevel=user_frame()[0],
+            f"{generated}: ranks that share rows count once. steps_per_generation= says how many steps."
         )
     args.generation_batch_size = rows
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -33,7 +32,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.single_rank import Followed
 from espalier.sharding.spec import bound_to
 from espalier.tensor import DTensor, full_tensor, plain, redistribute, stamp
-from espalier.tensor.observers import Go, Watcher, is_of_program, user_frame, watching
+from espalier.tensor.observers import Go, Watcher, is_of_program, tell, watching
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.loss import OF_CLASSES, divisors, mean_alone, reduction_of
 from espalier.torch_private import raw
@@ -483,7 +482,7 @@ class Counting(Watcher):
             if mark_of(x) is not None and not x._layout.shape:
                 x.__dict__.setdefault("_when_asked", self.hear)
         if getattr(func, "__name__", "").startswith("unique") and any(map(mark_of, _tensors((out,)))):
-            tell_of_labels(user_frame()[0])
+            tell_of_labels()
 
     def hear(self, answer: Any) -> None:
         """Note what was asked of labels alone; where micro-batches answer otherwise, warn."""
@@ -493,7 +492,7 @@ class Counting(Watcher):
         if frame is None or not is_of_program(frame):
             return  # a rule asks: what comes of it is marked
         if self.answers.setdefault((frame.f_code, frame.f_lasti), answer) != answer:
-            tell_of_labels(user_frame()[0])
+            tell_of_labels()
 
     def _marked(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go: Go, dtensors: list[DTensor]
@@ -748,24 +747,22 @@ def _combined(
     return Mixture(name)
 
 
-def tell_of_labels(level: int = 1) -> None:
+def tell_of_labels() -> None:
     """Warn of a loss that hangs on what the labels of a micro-batch are together."""
-    warnings.warn(
+    tell(
         "The loss hangs on what Python was told of all labels of a micro-batch together (if (y == 1).any(): "
         "...; y.sum().item(); y.unique()): each micro-batch goes by its own, and the whole batch may go by "
-        "others. Compute it of the whole batch before, and give it with that; or plan accumulate = 1.",
-        stacklevel=level,
+        "others. Compute it of the whole batch before, and give it with that; or plan accumulate = 1."
     )
 
 
 def _tell_of_turns(answer: Any) -> None:
     if type(answer) is not bool:  # the number itself, to be shown
         return
-    warnings.warn(
+    tell(
         "The loss's code asks whether a mean or a sum over a micro-batch is above or below something (if "
         "loss > 1.0: ...): each micro-batch goes its own way, and the whole batch may go another. Compare "
-        "row by row, torch.where(losses > 1.0, ...).mean(), or plan accumulate = 1.",
-        stacklevel=user_frame()[0],
+        "row by row, torch.where(losses > 1.0, ...).mean(), or plan accumulate = 1."
     )
 
 

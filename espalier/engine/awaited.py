@@ -15,7 +15,6 @@ import copy
 import math
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -53,7 +52,7 @@ from espalier.engine.observing import ONLY_LOOKS, Place
 from espalier.engine.row_order import picked, picks
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.fallback import GatherWarning
-from espalier.tensor.observers import program_asks_kind, reads_an_index, user_frame, writes_by_operator
+from espalier.tensor.observers import program_asks_kind, reads_an_index, tell, writes_by_operator
 from espalier.torch_private import all_given, memory_id, plain_call
 from espalier.trees import leaves, tree_map
 
@@ -404,12 +403,11 @@ class Awaited(Kept):
 
     def __dlpack__(self, **options: Any) -> Any:
         if not self._has_gone_back and self._wants_grad():
-            warnings.warn(
+            tell(
                 "torch.as_tensor, or DLPack, of what a pipeline has yet to compute gives its value, through "
                 "which no gradient goes back. Make a loss of what the model gives itself; detach it for a "
                 "metric.",
                 GatherWarning,
-                stacklevel=user_frame()[0],
             )
         return full_tensor(self._value()).__dlpack__(**options)  # which torch.as_tensor asks for
 
@@ -786,7 +784,7 @@ def in_call(
     wanting = dict.fromkeys(x._source for x in awaited if x._wants_grad())
     others = [of for of in wanting if of is not source]
     if others:
-        warnings.warn(_SLOW, stacklevel=user_frame()[0])
+        tell(_SLOW)
         # buffers are written to in the order of the calls
         for of in sorted((source, *others), key=lambda of: of.number):
             if of is not source or any(of.number < other.number for other in others):

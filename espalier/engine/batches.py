@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, redistribute, stamp
 from espalier.tensor.dtensor import is_sparse, refuse_nested
-from espalier.tensor.observers import claim, user_frame
+from espalier.tensor.observers import claim, tell
 from espalier.tensor.rules.joint_failure import alike
 from espalier.trees import leaves, named_leaves, tensors_in, tree_map
 
@@ -93,10 +92,9 @@ class Batches:
         lengths = self._lengths(rows) if lengths is None else lengths
         among = self.readers
         if size < among:
-            warnings.warn(
+            tell(
                 f"A global batch of {size} rows leaves {among - size} of the {among} ranks that share it "
-                "without work: use a larger batch or a smaller plan.data.",
-                stacklevel=user_frame()[0],
+                "without work: use a larger batch or a smaller plan.data."
             )
 
         def wrap(x: Any) -> Any:
@@ -161,11 +159,10 @@ class Batches:
         kinds = {type(x).__name__ for x in leaves(batch) if tensors_in(x, objects=2)}
         if kinds:
             self._has_told = True
-            warnings.warn(
+            tell(
                 f"The model is called with {', '.join(sorted(kinds))}, in which no rows are seen: each rank "
                 "computes the whole batch, which is right, and no faster than one rank. Give tensors, or "
-                "tuples, lists or dicts of them.",
-                stacklevel=user_frame()[0],
+                "tuples, lists or dicts of them."
             )
 
     # ---- micro-batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from espalier.parallel.experts import stacks
 from espalier.parallel.pipeline.stand_ins import caching, uncached
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 
 def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -42,10 +41,9 @@ def compilable(model: nn.Module, plan: Plan) -> list[nn.Module]:
         (plan.tensor_mode != "1d", "products of 2d, 2.5d and 3d travel in panels (those of 1d do not)"),
     )
     if wrong := [reason for is_so, reason in reasons if is_so]:
-        warnings.warn(
+        tell(
             f"compile: {type(model).__name__} runs as it is written, uncompiled: {'; '.join(wrong)}. "
-            "Leave compile out to say so.",
-            stacklevel=user_frame()[0],
+            "Leave compile out to say so."
         )
         return []
     return parts
@@ -96,11 +94,10 @@ def _tell_of_parts(blocks: Sequence[nn.Module], recomputed: Mapping[nn.Module, s
     """Warn if parts of blocks are graphs that blocks recomputed selectively cannot call."""
     within = {part for block in recomputed for part in block.modules() if part is not block}
     if kinds := sorted({type(block).__name__ for block in blocks if block in within}):
-        warnings.warn(
+        tell(
             f"compile: {', '.join(kinds)} run as they are written, uncompiled, while they are trained: "
             'what is beside experts in a block of recompute = "selective". With "full", or "none", they are '
-            "compiled.",
-            stacklevel=user_frame()[0],
+            "compiled."
         )
 
 

@@ -7,7 +7,6 @@ storage from its first use to its release."""
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from espalier.parallel.tensor.infer import Choices, choices
 from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import LiveMemory, Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
-from espalier.tensor.observers import by_module, user_frame
+from espalier.tensor.observers import by_module, tell
 from espalier.texts import in_columns
 
 
@@ -298,10 +297,9 @@ def _copied(
     try:
         twin = Apart(model, None if optimizer is None else vars(optimizer))
     except NotCopiedError as error:
-        warnings.warn(
+        tell(
             f"{error}. So the dry run lays out the model itself: give others one of their own, or let it "
-            "have a __deepcopy__.",
-            stacklevel=user_frame()[0],
+            "have a __deepcopy__."
         )
         return model, optimizer
     twin.forget()

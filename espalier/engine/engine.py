@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,7 +79,7 @@ from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.meshes import lie_in_each_stage
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.tensor.told import as_addends
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import parametrized_values
@@ -464,12 +463,11 @@ class Engine(Surface):
 
     def _tell_of_draws(self) -> None:
         self._drew_apart = False
-        warnings.warn(
+        tell(
             "This rank had drawn other random numbers than rank 0, or was seeded apart (manual_seed(seed + "
             "rank)), when the model was laid out. From then on all ranks draw rank 0's, so that what the "
             "model's forward draws is the same. What each rank is to draw for its own rows (noise, steps of "
-            "a diffusion) take from a generator of its own: torch.Generator().manual_seed(seed + rank).",
-            stacklevel=user_frame()[0],
+            "a diffusion) take from a generator of its own: torch.Generator().manual_seed(seed + rank)."
         )
 
     def follow(self, x: torch.Tensor) -> None:

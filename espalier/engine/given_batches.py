@@ -8,7 +8,6 @@ first step each rank's batches become one number, and its sums over the ranks ri
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from espalier.comm.control import numbers_of_all
 from espalier.mesh import Mesh
 from espalier.tensor import DTensor
 from espalier.tensor.dtensor import is_sparse, refuse_nested
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import open_transform, raw
 from espalier.trees import tensors_in
 
@@ -129,7 +128,7 @@ class GivenBatches:
                 raise ValueError(_OF_ONE_BATCH if self._is_own else _DIFFERENT)
             apart = _apart(rows.sum(1))
             if apart and max(apart) <= _APART and self._is_own and self._readers > 1:
-                warnings.warn(_SAME, stacklevel=user_frame()[0])
+                tell(_SAME)
         self.is_open = False
         self._undo()
 

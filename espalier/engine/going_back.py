@@ -9,7 +9,6 @@ Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +24,7 @@ from espalier.engine.row_order import Beside, RowsMeetError, beside_rows
 from espalier.parallel.pipeline.arguments import leaves, refilled
 from espalier.parallel.pipeline.objects import closed, opened
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
 
@@ -63,7 +62,7 @@ def gone_back(
     out = _of_all(of, calls, of_loss, inputs)
     if not sees and form not in known:
         known[form] = False
-        warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
+        tell(_OF_ALL)
     return out
 
 
@@ -219,7 +218,7 @@ def whole_loss(loss: Kept, stand: Mapping[int, torch.Tensor]) -> torch.Tensor:
     Args:
         stand: for inputs, and for what it is made of beside the output; by ``id``.
     """
-    warnings.warn(_WHOLE, stacklevel=user_frame()[0])
+    tell(_WHOLE)
     source = loss._source
     with torch.enable_grad():
         beside = captured(with_writes(loss, Kept._made_of))
@@ -277,7 +276,7 @@ def handed_out(x: Kept) -> Any:
     if source.writes or any(one._is_drawn for one in calls):
         raise TypeError(_HELD)
     if source.handed_out is None:
-        warnings.warn(_OF_ALL, stacklevel=user_frame()[0])
+        tell(_OF_ALL)
         value = opened(source.value())
         start = torch.zeros((), requires_grad=True)
         tensors = _OutOfStages.apply(source, start, *leaves(value, torch.Tensor))

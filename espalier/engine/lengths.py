@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 from espalier.comm.control import gather_objects
 from espalier.mesh import Mesh
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 # what is known of padding, by a part of the name that Hugging Face's collators give; None: the tokenizer says
 _PADS: Mapping[str, int | None] = MappingProxyType(
@@ -87,11 +86,10 @@ def all_alike(rows: Any, mesh: Mesh) -> Any:
             return x if most == _lengths(x) else _lengthened(x, most, None, [])
         return type(x)(map(padded, x)) if type(x) in (tuple, list) else x
 
-    warnings.warn(
+    tell(
         "Ranks give the model batches of several lengths, each padded to its own longest row: they are "
         "padded to the longest of all ranks, and outputs that have a length are as long. This takes messages "
-        "in each step: pad to one length in the collator (max_length=, or pad_to_multiple_of=).",
-        stacklevel=user_frame()[0],
+        "in each step: pad to one length in the collator (max_length=, or pad_to_multiple_of=)."
     )
     return padded(rows)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from espalier.engine.batches import has_rows
 from espalier.engine.collation import hangs_together
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.trees import instances_of, tensors_in, tree_map
 
 Rows = Callable[[int], slice]
@@ -173,7 +173,7 @@ class Loader:
             return True
         reason = hangs_together(self._dataset, self._collate, numbers, self._parts(len(numbers)))
         if reason is not None:
-            _tell(
+            tell(
                 f"Each rank loads all rows of each batch: {reason}, and the batches are to be those of one "
                 "process. It is quicker where each loads its own: by engine.loader(dataset, ...), whose "
                 "ranks draw and collate for themselves, or of a DataLoader with a DistributedSampler."
@@ -258,12 +258,12 @@ def restore_loaders(loaders: Sequence[Loader], states: Sequence[dict[str, Any]] 
     for loader, state in zip(loaders, states or (), strict=False):
         loader.load_state_dict(state)
     if len(loaders) > len(states or ()):
-        _tell(
+        tell(
             f"The checkpoint has the position of {len(states or ())} loader(s), and this engine has "
             f"{len(loaders)}: the others begin at their first batch."
         )
     elif not loaders and _has_shuffled():
-        _tell(
+        tell(
             "A checkpoint does not know where a shuffled DataLoader stands: it begins anew, with rows that "
             "were trained on already. engine.loader(dataset, batch_size=..., shuffle=True), made before "
             "engine.load, goes on where it was."
@@ -281,7 +281,3 @@ def _has_shuffled() -> bool:
 def _is_shuffled(loader: Any) -> bool:
     """Whether a DataLoader of torch draws at random, and says nowhere how far it is."""
     return not hasattr(loader, "state_dict") and isinstance(getattr(loader, "sampler", None), RandomSampler)
-
-
-def _tell(message: str) -> None:
-    warnings.warn(message, stacklevel=user_frame()[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +14,7 @@ from espalier.comm.control import gather_objects
 from espalier.engine.checkpointing import EngineState, agreed, restore
 from espalier.mesh import Mesh
 from espalier.parallel.data.zero import ZeroState
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 
 class Loads:
@@ -47,7 +46,7 @@ class Loads:
             except CheckpointError as error:
                 if following is None:
                     raise
-                warnings.warn(f"{error} Now {following} is tried.", stacklevel=user_frame()[0])
+                tell(f"{error} Now {following} is tried.")
             else:
                 break
         if not model_only:
@@ -80,10 +79,9 @@ class Loads:
         """A loader is made: warn if it comes too late for a position."""
         if self._positions_left:
             self._positions_left -= 1
-            warnings.warn(
+            tell(
                 "This loader begins at its first batch: it is made after engine.load, and the checkpoint has "
-                "a position that no loader has taken. Make loaders before engine.load, as when it was saved.",
-                stacklevel=user_frame()[0],
+                "a position that no loader has taken. Make loaders before engine.load, as when it was saved."
             )
 
 

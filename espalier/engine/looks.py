@@ -5,7 +5,6 @@ What hooks that look are shown: see ``observing.py``.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.model_run import ModelRun
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
 from espalier.parallel.pipeline.arguments import called
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import FORWARD_HOOKS, version_of
 from espalier.trees import leaves, tree_map
 
@@ -28,7 +27,7 @@ def let_look(call: ModelRun, observers: Observers, inputs: Any, out: Any) -> Non
         TypeError: one writes to that.
     """
     if torch.is_grad_enabled() and not call.is_part:
-        warnings.warn(_SEEN, stacklevel=user_frame()[0])
+        tell(_SEEN)
     args, named = called(lambda *args, **named: (args, named), inputs)
     for hook in observers.of_model(FORWARD_HOOKS[0]):
         observers.call(hook, (args, named) if hook.takes_named(observers.module) else (args,))
@@ -47,7 +46,7 @@ def let_look(call: ModelRun, observers: Observers, inputs: Any, out: Any) -> Non
 @lru_cache(maxsize=1)
 def tell_of_writes() -> None:
     """Tell once that a model runs for the sake of weights that its forward writes to."""
-    warnings.warn(_WRITES, stacklevel=user_frame()[0])
+    tell(_WRITES)
 
 
 def _with(stand: dict[int, Any], args: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
@@ -36,7 +35,7 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dry_runs import Dice, Draw, States, draw_again, equal, restore, states
-from espalier.tensor.observers import user_frame, watching
+from espalier.tensor.observers import tell, watching
 from espalier.tensor.random import stream_of
 from espalier.torch_private import gradient_hooks, hooks_after_gradient, raw
 from espalier.trees import tree_map
@@ -149,7 +148,7 @@ class MicroBatches:
             return
         labels = {i for i, x in enumerate(leaves(self._inputs[0], torch.Tensor)) if is_given(x)}
         if any(split.parts_from(splits[0], labels) for split in splits[1:]):
-            tell_of_labels(user_frame()[0])
+            tell_of_labels()
 
     def _set_up(self, split: Split | Undivided, model: nn.Module) -> bool:
         """Let a model have what a first forward sets beside what stages compute; whether there is any."""
@@ -402,23 +401,21 @@ class Prediction(MicroBatches):
 @lru_cache(maxsize=64)
 def _warn_of_draws(stage: int) -> None:
     # cached: once for each stage
-    warnings.warn(
+    tell(
         f"Stage {stage} has drawn other random numbers than its run without data: how many hangs on values, "
         "or on what it has drawn before (a layer left out by lot, say). Other stages cannot know where to go "
         "on, and go on from where that run came to: right, but not the numbers that one process draws. For "
-        "these, draw as many whatever comes, or from a torch.Generator of the module's own.",
-        stacklevel=user_frame()[0],
+        "these, draw as many whatever comes, or from a torch.Generator of the module's own."
     )
 
 
 @lru_cache(maxsize=1)
 def _warn_of_loss() -> None:
     # cached: once
-    warnings.warn(
+    tell(
         "The loss function has drawn random numbers, and did not in its first call. Other stages go on as if "
         "it had not: right, but not the numbers that one process draws. Draw in the first call, too, or from "
-        "a torch.Generator of its own.",
-        stacklevel=user_frame()[0],
+        "a torch.Generator of its own."
     )
 
 

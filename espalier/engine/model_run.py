@@ -8,7 +8,6 @@ changed then, and by no later pass of the call: it may have none.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
@@ -52,7 +51,7 @@ from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import name_of
 from espalier.tensor.dry_runs import States
 from espalier.tensor.meshes import brought
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.trees import tree_map
 
 # makes, or keeps, a call: of a function, its arguments, and those with names
@@ -240,7 +239,7 @@ class ModelRun:
         )
         if any(not x.is_leaf or isinstance(x, torch.nn.Parameter) for x in in_parts):
             raise TypeError(what)
-        warnings.warn(f"{what} x.grad stays as it is.", stacklevel=user_frame()[0])
+        tell(f"{what} x.grad stays as it is.")
         return [x for x in wanting if not self.is_part and not isinstance(x, DTensor)]
 
     @property
@@ -723,8 +722,7 @@ def _settings(modules: Iterable[torch.nn.Module]) -> Hashable:
 
 def _tell_of_earlier(error: Exception) -> None:
     """Warn of a call that fails as it runs before a later one, for what it draws and writes."""
-    warnings.warn(
+    tell(
         f"A call of the model of which nothing was asked ends in {type(error).__name__}: {error}. On one "
-        "process that call had raised it; in a pipeline it runs now, for what it draws and writes.",
-        stacklevel=user_frame()[0],
+        "process that call had raised it; in a pipeline it runs now, for what it draws and writes."
     )

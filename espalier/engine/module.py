@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -25,7 +24,7 @@ from espalier.engine.start import initialize
 from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders, inner_of
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import (
     BUFFERS,
     LEFT_OUT,
@@ -156,10 +155,9 @@ class EngineModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """``model.compile()``, as modules have it: this one runs as it is written, which is told."""
-        warnings.warn(
+        tell(
             "model.compile(): torch's compiler does not follow DTensors, so the model runs as it is written. "
-            "initialize(..., compile=True), or engine.compile(), compiles its blocks, collectives included.",
-            stacklevel=user_frame()[0],
+            "initialize(..., compile=True), or engine.compile(), compiles its blocks, collectives included."
         )
 
     def no_sync(self) -> Any:
@@ -221,7 +219,7 @@ class EngineModule(nn.Module):
         said = f"{type(self.module).__name__} stays in {held}: a cast of a prepared model"
         is_open = not self.is_made or (self.engine.arrangement is None and not any(x.is_meta for x in cast))
         if self.is_made and self.engine.plan.precision.parameters is not None:
-            warnings.warn(f"{said} has no effect where the plan says precision.", stacklevel=user_frame()[0])
+            tell(f"{said} has no effect where the plan says precision.")
         elif is_open:
             for x in cast:
                 x.data = x.data.to(casts[x.dtype])

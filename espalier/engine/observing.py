@@ -10,7 +10,6 @@ loss goes back. Backward hooks, and hooks on gradients of such tensors, are call
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +28,7 @@ from espalier.parallel.pipeline.stand_ins import hooks_of
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import full_tensor
 from espalier.tensor.names import made_in
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import FORWARD_HOOKS, HOOKS
 from espalier.trees import ATOMS
 
@@ -159,10 +158,7 @@ class Observers:
 
     def _tell_alone(self) -> None:
         self._came_alone = True
-        warnings.warn(
-            f"Module {self._taken[0][0]!r} has a hook on this rank, and not on all. {_ALONE}",
-            stacklevel=user_frame()[0],
-        )
+        tell(f"Module {self._taken[0][0]!r} has a hook on this rank, and not on all. {_ALONE}")
 
     def _all_have_them_yet(self, before: Sequence[tuple[str, str]]) -> bool:
         """Whether all ranks have the same, as they had before (a collective: who has none now comes, too)."""
@@ -170,10 +166,7 @@ class Observers:
         if len({number for (number,) in numbers_of_all([said], self._mesh)}) == 1:
             return True
         module, _ = min({*before} ^ {*self._taken} or before)
-        warnings.warn(
-            f"A hook on module {module!r} was registered or removed on some ranks, and not on all. {_ALONE}",
-            stacklevel=user_frame()[0],
-        )
+        tell(f"A hook on module {module!r} was registered or removed on some ranks, and not on all. {_ALONE}")
         return False
 
     def _has(self, kinds: Iterable[str]) -> bool:
@@ -195,11 +188,10 @@ class Observers:
         lost = sorted(name for name, _ in self._taken if name and name in divided and name not in self._told)
         self._told |= {*lost}
         if lost:
-            warnings.warn(
+            tell(
                 f"{lost[0]!r} has a hook, and is divided among stages, which call what is in it: the hook is "
                 "not called. Put it on modules within, or register it before the first batch: a module with "
-                "hooks is not divided.",
-                stacklevel=user_frame()[0],
+                "hooks is not divided."
             )
 
     def of_model(self, table: str) -> list[Observed]:

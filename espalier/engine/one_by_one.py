@@ -6,7 +6,6 @@ its loss goes back. Its gradients are weighed by what its loss is a mean over, a
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from espalier.engine.awaited import Awaited
 from espalier.engine.batches import loss_of
 from espalier.engine.model_run import StagedPasses
 from espalier.meanwhile import having
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 _ALONE = (
     "engine.backward(loss) in a pipeline: each of the {} micro-batches of a step passes through the stages "
@@ -86,7 +85,7 @@ class OneByOne:
         passes.check_kept(step)
         if not self._has_told:
             self._has_told = True
-            warnings.warn(_ALONE.format(step.size), stacklevel=user_frame()[0])
+            tell(_ALONE.format(step.size))
         earlier = passes.taken_gradients()
         passes.accumulation = whole
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from espalier.parallel.data.gradients import gradient_of
 from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
-from espalier.tensor.observers import tell_of_absent_gradient, user_frame, who_asks_for_gradients
+from espalier.tensor.observers import tell, tell_of_absent_gradient, who_asks_for_gradients
 from espalier.torch_private import clipped_now, foreach_norms, raw, version_of, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
@@ -225,11 +224,10 @@ class SeenGradients:
         """Before a step: tell of gradients that were changed since."""
         noted, self._noted = self._noted, None
         if self._scaler is not None and noted is not None and self._mark() != noted:
-            warnings.warn(
+            tell(
                 f"p.grad was changed before the step. With {self._plan} what is there is the gradient times "
                 f"engine.scale ({self._plan.precision}): a norm of all of them is another. Plan(clip=1.0), "
-                "or torch.nn.utils.clip_grad_norm_, clips by the right one.",
-                stacklevel=user_frame()[0],
+                "or torch.nn.utils.clip_grad_norm_, clips by the right one."
             )
 
     def norm(self, parameters: Iterable[torch.Tensor], order: float) -> torch.Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -59,7 +58,7 @@ from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
@@ -378,12 +377,11 @@ class Staged(Passes):
         self._has_told_of_hooks = True
         names = {m: name for name, m in self.call.module.named_modules()}
         name = min(names.get(m, type(m).__name__) for m in modules)
-        warnings.warn(
+        tell(
             f"{name!r} has a hook, and lies in a stage of another rank: hooks are called where their module "
             "is, and what one collects (a dict of features, say) is not on this rank. What it gives in the "
             "place of an output counts. Let the model's forward give features, beside its output: these are "
-            "known on all ranks.",
-            stacklevel=user_frame()[0],
+            "known on all ranks."
         )
 
     def _context(self, data: ZeroState) -> StageContext:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from espalier.parallel.several import Optimizers, as_one
 from espalier.tensor.compiled import Backend
 from espalier.tensor.copies import run_as_written
 from espalier.tensor.modules import see_all_rows
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.torch_private import memory_id
 
@@ -253,19 +252,17 @@ def _make_dense(model: nn.Module) -> None:
     for module in sparse.values():
         module.sparse = False
     if sparse:
-        warnings.warn(
+        tell(
             f"{few([*map(repr, sparse)])}: sparse=True is left out, as sparse gradients are not summed over "
-            "ranks. Dense ones give the same updates.",
-            stacklevel=user_frame()[0],
+            "ranks. Dense ones give the same updates."
         )
 
 
 def _warn_of_compiled(model: nn.Module) -> None:
     """Tell what torch compiled of a model, which runs uncompiled."""
     if compiled := run_as_written(model):
-        warnings.warn(
+        tell(
             f"{', '.join(repr(name) if name else 'The model' for name in compiled[:3])} "
             f"{'and others ' if len(compiled) > 3 else ''}was compiled by torch.compile, which cannot follow "
-            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included.",
-            stacklevel=user_frame()[0],
+            "DTensors: it runs as it is written. espalier.compile(module) compiles it, collectives included."
         )

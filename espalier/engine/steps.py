@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from espalier.parallel.apart import calls_within, is_torchs
 from espalier.parallel.several import Several, holders, parts_of
 from espalier.tensor import DTensor
 from espalier.tensor.loans import is_whole
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import call_before_step, keeps_hooks, without_hooks_before_step
 
 _TOLD = "_told_of_gone"  # at an optimizer: that it was told of its engine
@@ -96,9 +95,8 @@ def _tell_of_gone(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"{said}: its parameters are cut over the ranks.")
     if _TOLD not in vars(optimizer):
         vars(optimizer)[_TOLD] = True
-        warnings.warn(
-            f"{said}. Each rank computes by itself now, and is right only where all are given the same rows.",
-            stacklevel=user_frame()[0],
+        tell(
+            f"{said}. Each rank computes by itself now, and is right only where all are given the same rows."
         )
 
 
@@ -124,9 +122,8 @@ def tell_of_others(optimizer: torch.optim.Optimizer | None, parameters: Iterable
         if any(x.state is part.state or x.param_groups is part.param_groups for part in own):
             continue  # one around the other
         name, has = type(x).__name__, " and ".join(type(part).__name__ for part in own) or "none"
-        warnings.warn(
+        tell(
             f"engine.save: {name}, made after espalier.prepare (or initialize), has stepped the model's "
             f"parameters, and the checkpoint will not have its states: the engine's own optimizer is {has}. "
-            "Write model.engine.attach(optimizer, instead=True) once it is made, before its first step.",
-            stacklevel=user_frame()[0],
+            "Write model.engine.attach(optimizer, instead=True) once it is made, before its first step."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.pipeline.arguments import Arguments, mapped
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import Written
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.torch_private import memory_id, raw
 
@@ -161,11 +160,10 @@ class GivenState:
         """Warn of what was written to."""
         written = [name for name, copy in self._copies.items() if copy.is_new()]
         if written:
-            warnings.warn(
+            tell(
                 f"What model.state_dict() gave was written to ({few(written)}), and these are copies here: "
                 "the model's parameters are as they were. Give it back, on all ranks: model.load_state_dict("
-                "state); or write to the parameters (with torch.no_grad(): p.copy_(x)).",
-                stacklevel=user_frame()[0],
+                "state); or write to the parameters (with torch.no_grad(): p.copy_(x))."
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import (
     foreach_copy_,
     getter,
@@ -109,11 +108,10 @@ def _tell_of_replaced(
     held = {id(p) for p in held_by(optimizer)}
     missing = {name: p for name, p in named_parameters_in(model) if p.requires_grad and id(p) not in held}
     if missing and Counter(p.shape for p in missing.values()) <= Counter(p.shape for p in beside):
-        warnings.warn(
+        tell(
             f"The optimizer does not hold {', '.join(list(missing)[:4])} of the model, but {len(beside)} "
             "tensor(s) of such shapes that are none of its: were modules put in, or parameters made anew, "
-            "after the optimizer was made? They would not be trained. Make the optimizer then.",
-            stacklevel=user_frame()[0],
+            "after the optimizer was made? They would not be trained. Make the optimizer then."
         )
 
 
@@ -133,7 +131,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     refuse_cut_elsewhere(optimizer, model, beside)
     if plan.pipe > 1:
         for part in filter(steps_by_closure, parts_of(optimizer)):
-            warnings.warn(_BY_CLOSURE.format(type(part).__name__), stacklevel=user_frame()[0])
+            tell(_BY_CLOSURE.format(type(part).__name__))
             take_all_stages(part)
     if plan.pipe > 1 or plan.branch > 1:
         for part in filter(makes_one_of_all, parts_of(optimizer)):
@@ -169,12 +167,11 @@ def _let_take_all(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             "be another. Leave it out of the step (torch.nn.utils.clip_grad_norm_, or clip=..., take the "
             f"norm of all gradients), or train under a plan without {' and '.join(reasons)}."
         )
-    warnings.warn(
+    tell(
         f"{does} In a pipeline the ranks send one another all parameters, gradients and states before each "
         "step then, and each updates them all: that takes time, and memory while it lasts. Quicker is an "
         "optimizer that updates each parameter by itself (torch.nn.utils.clip_grad_norm_, or clip=..., take "
-        "the norm of all gradients).",
-        stacklevel=user_frame()[0],
+        "the norm of all gradients)."
     )
     take_all_stages(optimizer)
 

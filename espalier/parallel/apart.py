@@ -20,7 +20,7 @@ import torch
 from espalier.parallel.fused import holding
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor.dry_runs import restore, states
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import forget_step_hooks
 from espalier.trees import leaves
 
@@ -90,12 +90,11 @@ def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
         one, two = map(_given_loss, (one, two))  # it asks for that (AliG)
         ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
     if ends is None:
-        warnings.warn(
+        tell(
             f"{type(optimizer).__name__} could not be tried on small tensors. In a pipeline, and with "
             "branches, its step has the parameters and gradients of this rank's stages alone: if it makes "
             "something of all of them (a norm, an estimate of the distance to go), or draws random numbers "
-            "for each, that is another than on one process.",
-            stacklevel=user_frame()[0],
+            "for each, that is another than on one process."
         )
         return False
     return not ends[0].is_as(ends[1], options=False) or _reaches_others(optimizer, cpu, one)

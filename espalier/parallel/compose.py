@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +45,7 @@ from espalier.tensor.copies import NotCopiedError, apart
 from espalier.tensor.deferred import make_the_rest_real
 from espalier.tensor.dtensor import DTensor, is_sparse, kind_of, note_kind, plain, set_by_program
 from espalier.tensor.modules import unwatched
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.tensor.rules.float8 import MULTIPLE, float8_linear, refused
 from espalier.torch_private import (
     converts_itself,
@@ -271,11 +270,10 @@ def _note_kinds(model: nn.Module) -> None:
         kind: Any = kind_of(p)
         answers = None if kind is DTensor else getattr(kind.__torch_function__, "__func__", None)
         if answers not in (None, torch.Tensor.__torch_function__.__func__):  # type: ignore[attr-defined]
-            warnings.warn(
+            tell(
                 f"The parameter {name} is a {kind.__name__}, whose class says itself what functions of "
                 "torch do with it (__torch_function__). On a mesh it is an ordinary tensor to them. Let the "
-                "module's forward call what the class would do.",
-                stacklevel=user_frame()[0],
+                "module's forward call what the class would do."
             )
 
 
@@ -414,13 +412,17 @@ class Stages:
             self._kind, self._per_rank = "1f1b", 1
             self._schedules.clear()
             places = self.schedule(plan.accumulate).stage_to_rank
-            _warn(
+            tell(
                 f"{error} Until then the last stage computes and holds the whole model, and the other "
-                f"{plan.pipe - 1} do nothing: right, but no faster than without a pipeline."
+                f"{plan.pipe - 1} do nothing: right, but no faster than without a pipeline.",
+                UndividedWarning,
             )
         else:
             for why in self.split.whole:
-                _warn(f"{why} Until then {why.module!r} lies in one stage, however long that takes.")
+                tell(
+                    f"{why} Until then {why.module!r} lies in one stage, however long that takes.",
+                    UndividedWarning,
+                )
             self._one_by_one_if_written()
         self.places = places
         here = mesh.coordinate[mesh.axis("pipe")]
@@ -454,11 +456,10 @@ class Stages:
         if written:
             self._kind = "naive"
             self._schedules.clear()
-            warnings.warn(
+            tell(
                 f"The model's forward writes to its parameter {written[0]!r}, which zero = 3 gathers for "
                 "each pass. So micro-batches pass through the stages one after another, as on one process, "
-                "and stages wait for each other. With zero = 2 they do not.",
-                stacklevel=user_frame()[0],
+                "and stages wait for each other. With zero = 2 they do not."
             )
 
     def home(self, name: str) -> int:
@@ -548,10 +549,6 @@ def _try_once(model: nn.Module, inputs: Any) -> None:
     if not any(x.is_meta for x in (*parameters_in(model), *model.buffers())):
         with apart(model, inputs) as twin, torch.enable_grad():  # forwards may take gradients
             called(twin.module, closed(twin.extra))
-
-
-def _warn(said: str) -> None:
-    warnings.warn(said, UndividedWarning, stacklevel=user_frame()[0])
 
 
 # ---- a model that cannot be divided among stages: the last one computes all of it, the others nothing

@@ -9,7 +9,6 @@ optimizer is one of these: it is tried, on small tensors.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from espalier.layout import Layout
 from espalier.parallel.apart import Step, is_torchs, tried
 from espalier.tensor import DTensor, redistribute
 from espalier.tensor.dry_runs import flop_counts
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import TorchDispatchMode
 from espalier.trees import leaves
 
@@ -39,12 +38,11 @@ def rounding_as_one(
     if found is None:
         found = vars(optimizer)[_NOTE] = _multiplies(optimizer)
         if found:
-            warnings.warn(
+            tell(
                 f"{type(optimizer).__name__} multiplies matrices in 16 bits within its step, as a trial on "
                 "small tensors shows. Summed over ranks, these products would round otherwise than on one "
                 "process: so each matrix is gathered, and every rank computes with all of it. Of "
-                "torch.optim.Muon matrices are dealt out to the ranks.",
-                stacklevel=user_frame()[0],
+                "torch.optim.Muon matrices are dealt out to the ranks."
             )
     return _Whole() if found else nullcontext()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from espalier.tensor.observers import (
     asked_by_program,
     called_by_program,
     called_now,
-    user_frame,
+    tell,
     watching,
 )
 from espalier.torch_private import memory_id, raw
@@ -281,12 +280,11 @@ class Asked(Watcher):
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        tell(
             f"A value is asked for that lies on ranks {list(mesh.ranks)}, in another stage: this rank waits "
             "until they ask for it, too. Of many it is quicker to put them together (torch.stack of the "
             "norms, say) and to ask once, for all.",
             GatherWarning,
-            stacklevel=user_frame()[0],
         )
 
 

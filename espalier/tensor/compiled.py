@@ -29,7 +29,7 @@ from espalier.tensor.dispatch import is_strict
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.loans import await_values
 from espalier.tensor.names import made_in
-from espalier.tensor.observers import user_frame, watchers
+from espalier.tensor.observers import tell, watchers
 from espalier.tensor.random import draw_key
 from espalier.tensor.reached import Reached
 from espalier.tensor.recorder import Key, Recorder, Refused, version
@@ -306,10 +306,9 @@ class Region:
             if torch.is_grad_enabled() and not variants.are_refused:
                 variants.are_refused = True
                 variants.by_kind.clear()
-                warnings.warn(
+                tell(
                     f"{self.__name__} runs as it is written, uncompiled: the program takes gradients with "
-                    "create_graph=True through it, and compiled graphs have no gradients of gradients.",
-                    stacklevel=user_frame()[0],
+                    "create_graph=True through it, and compiled graphs have no gradients of gradients."
                 )
 
         with raw():

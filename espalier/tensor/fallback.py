@@ -38,7 +38,7 @@ from espalier.tensor.dtensor import (
     stamp,
 )
 from espalier.tensor.loans import is_view, lend, loans_in
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.tensor.random import REJECTING, drawing_alike, drawing_by_key
 from espalier.torch_private import raw, saved_tensors_hooks, version_of, with_torch_functions
 from espalier.trees import leaves, tensors_in, tree_map
@@ -457,22 +457,20 @@ def _collective_in(custom: type[Function]) -> str:
 def _warn_of(name: str, module: str, collective: str) -> None:
     # cached: once for each function
     if collective:
-        warnings.warn(
+        tell(
             f"The autograd function {name} calls {collective} itself, and what it is given here is of all "
             "ranks already, of the whole batch: that is gathered, or added up, once for each rank. So are "
             f"its gradients. Leave {name} out within the model, and what divides by the number of ranks; or "
-            "call it on what the model gives, in a loop where ranks have rows of their own.",
-            stacklevel=user_frame()[0],
+            "call it on what the model gives, in a loop where ranks have rows of their own."
         )
         return
-    warnings.warn(
+    tell(
         f"The autograd function {name} has no rule, so its inputs are gathered and every rank computes all "
         "of it, forward and backward. The result is right, but slow. If it works element by element, "
         f"espalier.register_rule({name})(espalier.elementwise) makes it fast; if each row (all but the last "
         "dim of its first tensor) is worked on by itself, espalier.rowwise does; for other functions see "
         "espalier.register_rule and espalier.local_map.",
         GatherWarning,
-        stacklevel=user_frame()[0],
     )
 
 
@@ -484,11 +482,10 @@ def _warn(name: str, layouts_held: tuple[Layout, ...], writes_to_sum: bool) -> N
     if writes_to_sum:
         why = " for what it writes to, a sum of which each rank has an addend"
         instead = "write to a new tensor: inplace=False, the function without the underscore."
-    warnings.warn(
+    tell(
         f"{name} has no sharding rule{why}, so its inputs ({layouts}) are gathered and every rank computes "
         f"all of it. The result is right, but slow; {instead}",
         GatherWarning,
-        stacklevel=user_frame()[0],
     )
 
 

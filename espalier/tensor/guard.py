@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -44,7 +43,7 @@ from espalier.tensor.fallback import GatherWarning, answers_itself, cut_again, w
 from espalier.tensor.loans import pass_on, whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.tensor.random import filled_by_key, true_seeds
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded, went_back, whole_starts
@@ -611,7 +610,7 @@ def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., A
         if recording():
             raise _not_recorded(f"a function is transformed (torch.vmap, torch.func.grad: {door.__name__})")
         if door.__name__ not in _BESIDE_HOOKS and saved_tensors_hooks(True) is not None:
-            warnings.warn(_KEPT, stacklevel=user_frame()[0])
+            tell(_KEPT)
             with _without_hooks():
                 return entered(*args, **kwargs)
         has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
@@ -679,12 +678,11 @@ def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 @functools.lru_cache(maxsize=1)
 def _warn() -> None:
     # cached: once
-    warnings.warn(
+    tell(
         "torch.vmap or a transform of torch.func is given DTensors that are not replicated: they are "
         "gathered and every rank computes all. The result is right, but slow. Where rows are independent, "
         "espalier.local_map(torch.vmap(f), out_placements=[...]) lets each rank compute its own.",
         GatherWarning,
-        stacklevel=user_frame()[0],
     )
 
 

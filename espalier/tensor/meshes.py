@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from espalier.mesh import Mesh
 from espalier.sharding.spec import RULES
 from espalier.tensor.dtensor import Arguments, DTensor, plain, redistribute, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, writes
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.torch_private import raw
 from espalier.trees import leaves, tensors_in, tree_map
@@ -85,12 +84,11 @@ def _tell(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
             "engine.full_state_dict() or engine.full_gradients() gives, on every rank."
         )
     places = " and ".join({str(list(t._layout.mesh.ranks)): None for t in tensors})
-    warnings.warn(
+    tell(
         f"{call} takes tensors that lie on ranks {places}, in several stages or "
         "branches: each is brought to all ranks, for this call. It is quicker to compute a number of each "
         "tensor by itself, and to put these together; engine.full_state_dict() brings all weights at once.",
         GatherWarning,
-        stacklevel=user_frame()[0],
     )
 
 

@@ -198,6 +198,11 @@ def user_frame() -> tuple[int, FrameType]:
     return level, frame
 
 
+def tell(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the line of the program that has led here."""
+    warnings.warn(message, category, stacklevel=user_frame()[0])
+
+
 def is_of_program(frame: FrameType) -> bool:
     """Whether it is of neither the library's nor torch's code."""
     return not _inside(frame.f_code.co_filename)

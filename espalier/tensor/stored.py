@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -30,7 +29,7 @@ from espalier.tensor.api import lay_out
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.tensor.inputs import moved_before
 from espalier.tensor.loans import ViewSource, await_values, here, is_whole
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import dtensor_spec, raw, strided_shard, wrap_door
 
 
@@ -107,13 +106,12 @@ def reduced(x: DTensor, *, is_kept: bool = True) -> tuple[Any, ...]:
     whole, mesh = is_whole(layout), layout.mesh
     is_all = mesh.is_member and (whole or mesh.is_dry)  # or there is nothing yet
     if is_kept and not is_all:
-        warnings.warn(
+        tell(
             "A pickle of a tensor that is cut over ranks keeps this rank's part, which only this rank of "
             "such a mesh can read. What espalier.prepare gave has all: call model.state_dict() and "
             "optimizer.state_dict() on all ranks, and torch.save on one (model.module.state_dict() has "
             "parts). An engine has engine.state_dict() and engine.save(path), a tensor x.full_tensor(). "
-            "engine.save(path, average=average) has averages and other copies of the model, whole.",
-            stacklevel=user_frame()[0],
+            "engine.save(path, average=average) has averages and other copies of the model, whole."
         )
     if whole and not mesh.is_dry:
         (_, of_mesh), (_, (_, *of_layout)) = mesh.__reduce__(), layout.__reduce__()

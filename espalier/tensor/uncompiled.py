@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from espalier.layout import any_alive
 from espalier.mesh.process import World
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.names import is_known, names_in
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import dispatch_modes, function_mode_stack, let_calls_be_written
 
 _MOST = 10_000  # so much is looked at
@@ -51,11 +50,10 @@ def _runs_as_written(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     told = _of_world("told")
     if named not in told:
         told.add(named)
-        warnings.warn(
+        tell(
             f"{getattr(function, '__qualname__', function)} was compiled by torch.compile, which cannot "
             "follow DTensors: it runs as it is written. initialize(..., compile=True), or engine.compile(), "
-            "compiles the blocks of a model, collectives included; espalier.compile(function) a function.",
-            stacklevel=user_frame()[0],
+            "compiles the blocks of a model, collectives included; espalier.compile(function) a function."
         )
     return True
 

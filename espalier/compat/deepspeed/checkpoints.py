@@ -16,7 +16,7 @@ from espalier.checkpoint.zero_files import is_zero, run_of
 from espalier.comm.control import gather_objects
 from espalier.compat.deepspeed.config import Config
 from espalier.engine import Engine
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 
 _LATEST = "latest"
 _COUNTERS = ("micro_steps", "global_steps", "global_samples")
@@ -85,7 +85,7 @@ def whole_tag(folder: Path, tag: str) -> str:
         return tag
     _, found = max(saved, key=lambda each: each[0].stat().st_mtime_ns)
     words = f"{folder / _LATEST} names {tag!r}, whose checkpoint is not whole: {found!r} is taken."
-    warnings.warn(words, stacklevel=user_frame()[0])
+    tell(words)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -42,7 +41,7 @@ from espalier.parallel import Plan
 from espalier.parallel.data.chunks import cut_dim
 from espalier.tensor import DTensor
 from espalier.tensor.loans import Written
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few, refuse
 from espalier.torch_private import as_written, current_graph_task_id, own_apply, own_load
 from espalier.trees import tree_map
@@ -319,11 +318,10 @@ class _Fully:
         """Warn of what was written to copies of masters that a state dict gave."""
         copies, self._copies = self._copies, {}
         if written := [name for name, x in copies.items() if x.is_new()]:
-            warnings.warn(
+            tell(
                 f"What model.state_dict() gave was written to ({few(written)}), and these are "
                 "copies of float32 masters: the parameters are as they were. Give it back, on all ranks: "
-                "model.load_state_dict(state).",
-                stacklevel=user_frame()[0],
+                "model.load_state_dict(state)."
             )
 
     def outermost(self, module: Any) -> Any:

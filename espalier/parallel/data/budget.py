@@ -9,7 +9,6 @@ and come back when steps have needed less for a while.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +23,7 @@ from espalier.parallel.data.offloaded_step import OffloadedChunk, OffloadedStep
 from espalier.parallel.data.unshard import home_of, show_pieces
 from espalier.parallel.plan import Offload, Place
 from espalier.tensor import plain
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import raw
 
 _SHARE = 0.9  # of a device's memory
@@ -148,12 +147,11 @@ class Budget:
         here = [kind for kind, of in self._chunks.items() if any(kind not in c.places for c in of)]
         more = f" Let {' and '.join(here)} be off the device too." if here else ""
         away = " and ".join(self._places)
-        warnings.warn(
+        tell(
             f"offload.budget_gigabytes = {self._bytes / 1e9:.4g} cannot be met: with all {away} away, a step "
             f"takes {peak / 1e9:.3g} GB of the device's memory at its peak on this rank. Training goes on."
             f"{more} What is left are activations (recompute, fewer rows or a larger accumulate, more "
-            "ranks) and chunks under way (chunk_megabytes, prefetch_megabytes).",
-            stacklevel=user_frame()[0],
+            "ranks) and chunks under way (chunk_megabytes, prefetch_megabytes)."
         )
 
     def _keep(self, chunk: Chunk, kind: str, optimizer: torch.optim.Optimizer) -> None:

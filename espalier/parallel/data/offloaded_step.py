@@ -8,7 +8,6 @@ given its own part to do (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021
 from __future__ import annotations
 
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,7 +32,7 @@ from espalier.parallel.several import parts_of
 from espalier.tensor import plain, stamp
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import was_handed_out
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.torch_private import getter, raw, setter
 
 # ---- which of the chunks whose states lie in the host's memory the device updates, by measured speeds
@@ -320,12 +319,11 @@ class OffloadedStep:
     ) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            tell(
                 f"{type(optimizer).__name__} does not update each parameter by itself (it makes a number of "
                 "all of them, say, or keeps tensors elsewhere than in its state): all that is offloaded is "
                 "on the device at once in each update, which takes memory and time. One whose step gives "
-                "the same for one parameter alone is updated a part at a time.",
-                stacklevel=user_frame()[0],
+                "the same for one parameter alone is updated a part at a time."
             )
         here = {id(p) for group in optimizer.param_groups for p in group["params"]}
         updated = [a for a in self.away if any(id(p) in here for p in a.parameters)]

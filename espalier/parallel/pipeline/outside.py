@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from espalier.parallel.pipeline.stand_ins import Marks, equal
 from espalier.tensor.names import Reads, is_known
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.trees import tensors_in
 
 
@@ -44,11 +43,10 @@ class Outside:
             reads = (self._read[name] for name in changed[key])
             values = [table[name] for of in reads for _, table, name in of.places if name == key]
             if any(x.is_floating_point() for x in tensors_in(values, objects=2)):
-                warnings.warn(
+                tell(
                     f"The model's forward puts tensors into {key!r}, which is none of its attributes. In a "
                     "pipeline the forward runs with loss.backward(): they are not there when the loss is "
-                    "made. What belongs to the loss let the forward return, and make the loss of its output.",
-                    stacklevel=user_frame()[0],
+                    "made. What belongs to the loss let the forward return, and make the loss of its output."
                 )
 
     def changes(self) -> dict[str, set[str]]:

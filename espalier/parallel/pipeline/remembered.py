@@ -7,7 +7,6 @@ and sent where it is not as it was after the last pass.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +35,7 @@ from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.loans import written_mark
 from espalier.tensor.names import Reads
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.tensor.traces import generator_state, is_array
 from espalier.torch_private import own_buffers
 
@@ -249,11 +248,10 @@ class Memory:
         self._has_warned = True
         first, *others = holding
         said = ".".join(filter(None, first[:2])) + (f" and {len(others)} more" if others else "")
-        warnings.warn(
+        tell(
             f"The model's forward sets {said}. In a pipeline that goes to all ranks after each pass, "
             f"{nbytes >> 20} MiB. What nobody reads between steps, keep in evaluation alone (if not "
-            "self.training: ...), or in an object of a class of your own: such are each rank's own.",
-            stacklevel=user_frame()[0],
+            "self.training: ...), or in an object of a class of your own: such are each rank's own."
         )
 
     def _warn_of_asked(self, set_now: set[tuple[str, str]]) -> None:
@@ -262,11 +260,10 @@ class Memory:
         self._told |= self.hidden.asked & set_now
         self.hidden.asked.clear()
         if late:
-            warnings.warn(
+            tell(
                 f"{', '.join(late)} was asked for between the call of the model and loss.backward(), and was "
                 "what the step before has left: in a pipeline the forward, which sets it, runs with the "
-                "backward pass. Ask for it after that.",
-                stacklevel=user_frame()[0],
+                "backward pass. Ask for it after that."
             )
 
 
@@ -410,14 +407,13 @@ def gradients_left(model: nn.Module, of: Trace) -> Callable[[Trace], None]:
     held = {id(value.tensor) for value in of.values if value.grad}
     left = sorted(name for name, b in model.named_buffers() if id(b) in held)
 
-    def tell(again: Trace) -> None:
+    def compare(again: Trace) -> None:
         read = {number for op in again.ops for number in op.reads}
         for name in (name for name in left if again.sources["buffer", name] in read):
-            warnings.warn(
+            tell(
                 f"The model's forward finds in its buffer {name!r} what the call before has left there, with "
                 "a gradient. In a pipeline that does not go back into the call before. Leave it detached, "
-                "x.detach(); to train through several steps of time, let one call make them all.",
-                stacklevel=user_frame()[0],
+                "x.detach(); to train through several steps of time, let one call make them all."
             )
 
-    return tell
+    return compare

@@ -8,7 +8,6 @@ modules is repeated call by call. The model itself is not changed.
 from __future__ import annotations
 
 import copy
-import warnings
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.loans import here
 from espalier.tensor.names import Reads
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few, similar
 from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 
@@ -786,11 +785,10 @@ def _has_tensors(m: nn.Module) -> bool:
 
 
 def _tell_of_traces() -> None:
-    warnings.warn(
+    tell(
         f"The model was traced {_ALIKE} times for batches of one shape, and is again: attributes of modules "
         "that are divided among stages have other values each time, or the forward reads other ones of the "
-        "batch. Keep a number that changes in a buffer, or in a module that lies in one stage.",
-        stacklevel=user_frame()[0],
+        "batch. Keep a number that changes in a buffer, or in a module that lies in one stage."
     )
 
 

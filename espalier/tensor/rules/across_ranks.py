@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from espalier.sharding.spec import special
 from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.fallback import function_of
 from espalier.tensor.names import is_known, names_in
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.trees import tensors_in, tree_map
 
 # those whose results are the same on all ranks, and which argument gets them; of a reduction all may have it
@@ -330,10 +329,9 @@ def warn(name: str, given: dict[str, Any]) -> None:
         effect = "gives it once for each rank"
     else:
         return
-    warnings.warn(
+    tell(
         f"torch.distributed.{name} of a DTensor {effect}: its value is that of all ranks already, of the "
         "whole batch. Leave the call out, and a division by the number of ranks after it. Where a library "
         "makes it, tell it not to: VectorQuantize(sync_codebook=False). What is this rank's own is "
-        "x.to_local().",
-        stacklevel=user_frame()[0],
+        "x.to_local()."
     )
