@@ -30,8 +30,9 @@ from espalier.parallel.pipeline.objects import closed, opened, sendable
 from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
 from espalier.parallel.pipeline.runtime import InferredShapes, Trees
 from espalier.parallel.pipeline.shape_inference import taken_apart
-from espalier.parallel.pipeline.single_rank import DeferredWeightGrads, PutOffDry, SingleRank, as_plain
+from espalier.parallel.pipeline.single_rank import SingleRank, as_plain
 from espalier.parallel.pipeline.split import Split, StageProgram
+from espalier.parallel.pipeline.weight_gradients import DeferredWeightGrads, PutOffDry
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dry_runs import Dice, Draw, States, draw_again, equal, restore, states

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from espalier.parallel.pipeline.single_rank import DeferredWeightGrads
+from espalier.parallel.pipeline.weight_gradients import DeferredWeightGrads
 
 
 def test_gradients_put_off_are_the_same() -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import espalier
 from espalier.models import generate
-from espalier.parallel.pipeline.runtime import backward_for_inputs
+from espalier.parallel.pipeline.weight_gradients import backward_for_inputs
 from espalier.tensor import GatherWarning
 from tests.ranks.test_engine import batch, model
 

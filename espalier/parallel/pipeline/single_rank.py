@@ -9,11 +9,8 @@ or use values that are followed.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -31,14 +28,7 @@ from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.observers import Go, Watcher, watchers, watching
 from espalier.tensor.saved import outer_hooks
-from espalier.torch_private import (
-    FORWARD_HOOKS,
-    TorchDispatchMode,
-    forward_hooks,
-    hooks_of_all_modules,
-    raw,
-    version_of,
-)
+from espalier.torch_private import FORWARD_HOOKS, TorchDispatchMode, forward_hooks, hooks_of_all_modules
 from espalier.trees import tensors_in
 
 _Facts = tuple[tuple[int, ...], torch.dtype, bool]
@@ -301,148 +291,3 @@ class _NothingSaved(TorchDispatchMode):
 
 def _facts(x: torch.Tensor) -> _Facts:
     return tuple(x.shape), x.dtype, x.requires_grad
-
-
-# ---- gradients of linear layers' weights that are put off until a stage's inputs have theirs
-#
-# The stage before waits for the latter alone: they are sent first. Products are those of
-# ``torch.nn.functional.linear``, each computed once; of a weight that is used several times they are added
-# up in another order.
-
-
-class _LinearCall(NamedTuple):
-    """A linear layer's weights, what entered it (and its version then), and the gradient of what it gave."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    x: torch.Tensor
-    version: int
-    grad: torch.Tensor
-
-
-class DeferredWeightGrads:
-    """What was put off."""
-
-    def __init__(self) -> None:
-        self._products: deque[_LinearCall] = deque()
-
-    def add(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, version: int, grads: Any
-    ) -> None:
-        """One more, if a gradient has come."""
-        if grads[0] is not None:
-            self._products.append(_LinearCall(weight, bias, x, version, grads[0]))
-
-    def do(self) -> None:
-        """Add to the gradients of the weights.
-
-        Raises:
-            RuntimeError: what entered a layer was written to.
-        """
-        with torch.no_grad(), raw():
-            while self._products:
-                weight, bias, x, version, grad = self._products.popleft()
-                if version_of(x) != version:
-                    raise RuntimeError(
-                        f"A tensor of the shape {list(x.shape)} that entered a linear layer has been written "
-                        "to since, and the gradient of the layer's weight needs it as it was."
-                    )
-                _add(weight, grad.t().mm(x.reshape(math.prod(x.shape[:-1]), x.shape[-1])))
-                if bias is not None:
-                    _add(bias, grad.sum(0))
-
-    @contextmanager
-    def of(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """While open, what plain parameters compute has their gradients put off to here."""
-        chosen: list[Any] = [p for p in dict.fromkeys(parameters) if _fits(p)]
-        for p in chosen:
-            p.bare, p.later = p.detach(), self
-            p.__class__ = _Weight
-        try:
-            yield
-        finally:
-            for p in chosen:
-                p.__class__ = nn.Parameter
-                del p.bare, p.later
-
-
-class PutOffDry(Watcher):
-    """On a dry mesh, where steps are done on DTensors, puts off what :class:`DeferredWeightGrads` would."""
-
-    traffic = False
-
-    def __init__(self, parameters: Iterable[torch.Tensor], later: DeferredWeightGrads) -> None:
-        with raw():
-            fitting = [p for p in parameters if p.requires_grad and p.grad_dtype is p.dtype]
-        self._chosen, self._later = {id(p): p for p in fitting}, later
-
-    def around(self, func: Any, args: Any, kwargs: Any, go: Go) -> Any:
-        """Carry a call out, with weights of which autograd does not know."""
-        if func is not F.linear or kwargs or len(args) != 3 or not torch.is_grad_enabled():
-            return go()
-        x, weight, bias = args
-        weighs = id(weight) in self._chosen and (bias is None or id(bias) in self._chosen)
-        if not (weighs and isinstance(x, DTensor) and x.requires_grad and x.dtype is weight.dtype):
-            return go()
-        out = F.linear(x, _bare(weight), None if bias is None else _bare(bias))
-        with raw():
-            node = _product_of(out)
-            if node is not None:
-                entered = plain(x)
-                node.register_prehook(partial(self._later.add, weight, bias, entered, version_of(entered)))
-        return out
-
-
-def _bare(p: torch.Tensor) -> torch.Tensor:
-    with raw():
-        return stamp(p.detach(), layout_of(p))
-
-
-class _Weight(nn.Parameter):
-    """A parameter of which ``F.linear`` puts the gradient off: its class in a forward pass.
-
-    Attributes:
-        bare: itself, of which autograd does not know.
-        later: to when.
-    """
-
-    bare: torch.Tensor
-    later: DeferredWeightGrads
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with raw():
-            if func is F.linear and not kwargs and len(args) == 3 and torch.is_grad_enabled():
-                x, weight, bias = args
-                weighs = type(weight) is _Weight and (bias is None or type(bias) is _Weight)
-                if weighs and x.requires_grad and x.dtype is weight.dtype:
-                    out = F.linear(x, weight.bare, None if bias is None else bias.bare)
-                    node = _product_of(out)
-                    if node is not None and out.dtype is x.dtype:  # no autocast
-                        node.register_prehook(partial(weight.later.add, weight, bias, x, version_of(x)))
-                        return out
-            return func(*args, **(kwargs or {}))
-
-
-def _product_of(out: torch.Tensor) -> Any:
-    """The node of the graph that is a linear layer's product, behind that of a view."""
-    node: Any = out.grad_fn
-    if type(node).__name__ in _VIEWS:
-        node = node.next_functions[0][0]
-    return node if type(node).__name__ in _PRODUCTS else None
-
-
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
-_PRODUCTS = ("AddmmBackward0", "MmBackward0")
-
-
-def _fits(p: torch.Tensor) -> bool:
-    """Whether autograd would add up its gradients in its own dtype, unseen."""
-    return type(p) is nn.Parameter and p.requires_grad and p.grad_dtype is p.dtype
-
-
-def _add(p: torch.Tensor, grad: torch.Tensor) -> None:
-    if p.grad is None:
-        p.grad = grad
-    else:
-        p.grad.add_(grad)
