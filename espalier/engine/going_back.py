@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,33 @@ from espalier.tensor.observers import tell
 Leaves = Mapping[int, torch.Tensor]  # by the ``id`` of what they stand for
 
 
+class _Loss(NamedTuple):
+    """A loss that goes back.
+
+    Attributes:
+        calls: all that it is made of, in order.
+        beside: the tensors in it beside the output; ``trained``: those of them that want gradients.
+        inputs: those of the model that want gradients.
+        draws: whether it draws random numbers.
+    """
+
+    of: Kept
+    calls: Sequence[Kept]
+    beside: Sequence[torch.Tensor]
+    trained: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    draws: bool
+
+    @property
+    def source(self) -> ModelRun:
+        """The call of the model that it is made of."""
+        return self.of._source
+
+    def leaves(self) -> Leaves:
+        """Leaves in the place of all that wants gradients beside the model."""
+        return {id(x): x.detach().requires_grad_() for x in (*self.trained, *self.inputs)}
+
+
 def gone_back(
     of: Kept, calls: Sequence[Kept], of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Leaves]:
@@ -40,8 +67,9 @@ def gone_back(
         inputs: those of the model that want gradients.
     """
     source, draws = of._source, any(one._is_drawn for one in calls)
-    if not draws and source.may_be_whole() and any(type(x) is DTensor for x in wanting(calls)):
-        return _of_whole(of, calls, inputs)
+    loss = _Loss(of, calls, of_loss, wanting(calls), inputs, draws)
+    if not draws and source.may_be_whole() and any(type(x) is DTensor for x in loss.trained):
+        return _of_whole(loss)
     known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
         refuse_sights(source.is_part or draws)
@@ -52,14 +80,14 @@ def gone_back(
         is_tried = may_be_of_all and form not in known
         try:
             with source.tried() if is_tried else nullcontext():
-                out = _by_parts(of, calls, of_loss, inputs, draws, is_tried)
+                out = _by_parts(loss, is_tried)
         except (RowsMeetError, UnseenCountError):  # on all ranks
             if not is_tried:
                 raise
         else:
             known[form] = True
             return out
-    out = _of_all(of, calls, of_loss, inputs)
+    out = _of_all(loss)
     if not sees and form not in known:
         known[form] = False
         tell(_OF_ALL)
@@ -88,27 +116,23 @@ def _name(one: Kept) -> Hashable:
     return getattr(one._step.func, "__name__", ""), *named
 
 
-def _by_parts(
-    of: Kept,
-    calls: Sequence[Kept],
-    of_loss: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    draws: bool,
-    is_tried: bool,
-) -> tuple[torch.Tensor, Leaves]:
+def _by_parts(loss: _Loss, is_tried: bool) -> tuple[torch.Tensor, Leaves]:
     """The calls are done on each micro-batch, in the last stage.
 
     Raises:
         RowsMeetError: they are not to be; where it ``is_tried``, that they cannot is one, too.
     """
-    if not of._source.is_whole and any(one._statistics() for one in calls):
+    source = loss.source
+    if not source.is_whole and any(one._statistics() for one in loss.calls):
         raise RowsMeetError("The loss normalizes the batch, of which micro-batches have parts.")
-    beside = _leaves_beside(wanting(calls), inputs, of._source)
-    here = of._source.here((x for x in of_loss if id(x) not in beside), in_last=True)
-    by_row, rows_beside = _of_rows(of, [x for x in of_loss if id(x) not in beside and id(x) not in here])
-    share = 1.0 if _is_given(calls) else of._source.share_of_loss
-    loss = partial(_replayed, of, rows_beside, [*by_row], {**here, **beside}, share, is_tried)
-    return of._source.train([*by_row.values()], loss, beside, draws), beside
+    beside = _leaves_beside(loss)
+    here = source.here((x for x in loss.beside if id(x) not in beside), in_last=True)
+    by_row, rows_beside = _of_rows(
+        loss.of, [x for x in loss.beside if id(x) not in beside and id(x) not in here]
+    )
+    share = 1.0 if _is_given(loss.calls) else source.share_of_loss
+    replayed = partial(_replayed, loss.of, rows_beside, [*by_row], {**here, **beside}, share, is_tried)
+    return source.train([*by_row.values()], replayed, beside, loss.draws), beside
 
 
 def _is_given(calls: Sequence[Kept]) -> bool:
@@ -138,21 +162,20 @@ def _of_rows(of: Kept, held: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Te
     return by_row, beside
 
 
-def _leaves_beside(
-    trained: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], source: ModelRun
-) -> Leaves:
+def _leaves_beside(loss: _Loss) -> Leaves:
     """Leaves in the place of what wants gradients beside the model: inputs, and what a loss has of its own.
 
     Raises:
         RowsMeetError: they are rows of the batch, of which micro-batches have parts.
         ValueError: the ranks that make the loss do not have it.
     """
-    _refuse_parts(trained)
+    source = loss.source
+    _refuse_parts(loss.trained)
     rows = source.rows() if source.is_cut() else -1
-    in_parts = [x for x in trained if x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter)]
+    in_parts = [x for x in loss.trained if x.shape[:1] == (rows,) and not isinstance(x, torch.nn.Parameter)]
     if any(id(x) not in source.made_by or not source.is_whole for x in in_parts):
         raise RowsMeetError(_MORE)
-    return {id(x): x.detach().requires_grad_() for x in (*trained, *inputs)}
+    return loss.leaves()
 
 
 def _refuse_parts(trained: Sequence[torch.Tensor]) -> None:
@@ -165,28 +188,25 @@ def _refuse_parts(trained: Sequence[torch.Tensor]) -> None:
         raise ValueError(_MORE)
 
 
-def _of_all(
-    of: Kept, calls: Sequence[Kept], of_loss: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, Leaves]:
+def _of_all(loss: _Loss) -> tuple[torch.Tensor, Leaves]:
     """The loss is computed of the output's value on all ranks; its gradient goes through the stages.
 
     Raises:
         ValueError: gradients would go back to what is neither rows nor a mean or sum over them.
     """
-    source = of._source
-    trained = wanting(calls)
-    _refuse_parts(trained)
-    beside = {id(x): x.detach().requires_grad_() for x in (*trained, *inputs)}
-    value = opened(source.value())
-    tensors = [_leaf(x) for x in leaves(value, torch.Tensor)]
-    output = closed(refilled(value, tensors))  # of which a distribution may make others
+    source = loss.source
+    _refuse_parts(loss.trained)
+    beside = dict(loss.leaves())
+    given = opened(source.value())
+    tensors = [_leaf(x) for x in leaves(given, torch.Tensor)]
+    output = closed(refilled(given, tensors))  # of which a distribution may make others
     with torch.enable_grad():
-        loss = evaluated(of, {**source.here(of_loss), **beside}, lambda: output, fresh=True)
-    loss.backward()
-    for one in calls:
+        value = evaluated(loss.of, {**source.here(loss.beside), **beside}, lambda: output, fresh=True)
+    value.backward()
+    for one in loss.calls:
         one._has_counted = True
     seen: dict[Place, torch.Tensor] = {}
-    for x in trained:
+    for x in loss.trained:
         if isinstance(place := source.made_by.get(id(x)), Place):
             grad = beside.pop(id(x)).grad
             seen |= {} if grad is None else {place: grad}
@@ -196,20 +216,19 @@ def _of_all(
             torch.zeros_like(x) if grad is None and x.requires_grad else grad
             for x, grad in zip(tensors, grads, strict=True)
         ]
-    _through_stages(source, grads, {id(x): beside[id(x)] for x in inputs}, seen)
-    return full_tensor(loss).detach().clone(), beside
+    _through_stages(source, grads, {id(x): beside[id(x)] for x in loss.inputs}, seen)
+    return full_tensor(value).detach().clone(), beside
 
 
-def _of_whole(of: Kept, calls: Sequence[Kept], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Leaves]:
+def _of_whole(loss: _Loss) -> tuple[torch.Tensor, Leaves]:
     """The loss has derivatives of an output in it, or parameters: it is made on all ranks, with a graph.
 
     The graph is kept for what else of it goes back in the same sum.
     """
-    plain = [x for x in wanting(calls) if type(x) is not DTensor]
-    beside = {id(x): x.detach().requires_grad_() for x in (*plain, *inputs)}
-    loss = whole_loss(of, beside)
-    loss.backward(retain_graph=True)
-    return full_tensor(loss).detach().clone(), beside
+    beside = loss._replace(trained=[x for x in loss.trained if type(x) is not DTensor]).leaves()
+    value = whole_loss(loss.of, beside)
+    value.backward(retain_graph=True)
+    return full_tensor(value).detach().clone(), beside
 
 
 def whole_loss(loss: Kept, stand: Mapping[int, torch.Tensor]) -> torch.Tensor:
