@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from espalier.comm.collectives import broadcast
-from espalier.comm.control import any_says, gather_objects
+from espalier.comm.control import gather_objects
 from espalier.comm.dry import values_of
 from espalier.engine.accumulation import Accumulation, Number, is_given, tell_of_labels, with_labels
 from espalier.engine.batches import loss_of
 from espalier.engine.observing import Observers
 from espalier.engine.passes import ModelCall, Phase, plain_output
 from espalier.engine.recompute import StageRecomputation
+from espalier.engine.stage_draws import Draws, StageDraws
 from espalier.faults.watchdog import Watchdog
 from espalier.layout import gradient_layout
 from espalier.mesh import Mesh
@@ -35,13 +36,9 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.pipeline.weight_gradients import DeferredWeightGrads, PutOffDry
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.dry_runs import Dice, Draw, States, draw_again, equal, restore, states
-from espalier.tensor.observers import tell, watching
-from espalier.tensor.random import stream_of
+from espalier.tensor.observers import watching
 from espalier.torch_private import gradient_hooks, hooks_after_gradient, raw
 from espalier.trees import tree_map
-
-Draws = tuple[tuple[Draw, ...], ...]  # of each stage, from torch's generators
 
 
 class StageContext(NamedTuple):
@@ -114,17 +111,9 @@ class MicroBatches:
         self._put_off: set[tuple[int, int]] = set()
         writing = filter(self._left_by, of.stages.local)
         self._left = {stage: LeftByForwards(partial(self._left_by, stage)) for stage in writing}
-        self._device = mesh.device()
-        self._states, self._after = random_states(self.draws, of.stages.local, mesh)
-        self._dice: Dice | None = None
         rolling = [split.dice for split in self._splits if split.dice is not None]
-        self._loss_draws = self._draws_in_loss()
-        if (rolling or self._loss_draws is not False) and not mesh.is_dry:
-            if rolling or self._loss_draws:
-                stream_of(mesh)  # agreed on by all at once, not by one stage alone
-            self._dice = Dice(mesh, of.stages.places[max(rolling, default=-1)])
-        self._is_rolling = bool(rolling)
-        self._loss_ends: States | None = None  # what the losses so far have drawn
+        draws_in = self.draws, rolling, self._draws_in_loss(), model.training
+        self._random = StageDraws(of.call, mesh, of.stages, *draws_in)
         self._before: Snapshot | None = None
         self._writes: Mapping[str, int] = {}
         if not mesh.is_dry:
@@ -167,14 +156,7 @@ class MicroBatches:
         """When all are through."""
         self._of.pulse.action = ""
         self._of.observers.begin(None)
-        ends = self._loss_ends or self._call.loss_begins or self._after
-        if ends is not None:
-            restore(self._device, ends)
-        if self._loss_draws is None and not self._of.mesh.is_dry:
-            told = any_says(self._loss_ends is not None, self._of.mesh)
-            self._loss_draws = self._call.seen_to_draw[self._model.training] = told
-        if self._dice is not None and (self._loss_draws or self._is_rolling):
-            self._dice.tell()
+        self._random.leave()
         if self._before is not None:
             has_failed = self._of.stages.runtime.failure is not None
             self._of.memory.tell(self._model, self._before, has_failed)
@@ -243,16 +225,9 @@ class MicroBatches:
 
     def _computed(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Any:
         """What a stage gives; it draws what one process would draw in its place."""
-        begins, ends = self._states.get((program.number, micro_batch), (None, None))
-        if begins is not None:
-            restore(self._device, begins)
-        ends = ends or states(self._device)
-        out = self._called(program, received, self._inputs[micro_batch], runner)
-        is_told = not self._of.mesh.is_dry and program.number != self._splits[micro_batch].dice
-        if is_told and not equal(states(self._device), ends):
-            _warn_of_draws(program.number)
-            restore(self._device, ends)  # as all other ranks
-        return out
+        compute = partial(self._called, program, received, self._inputs[micro_batch], runner)
+        rolls = program.number == self._splits[micro_batch].dice
+        return self._random.of_stage(program.number, micro_batch, rolls, compute)
 
     def _left_by(self, stage: int) -> dict[str, torch.Tensor]:
         """What forwards of a stage write to."""
@@ -271,7 +246,8 @@ class MicroBatches:
         part = self._parts[micro_batch]
 
         def forward(part: Any) -> torch.Tensor:
-            return self._loss(self._computed(micro_batch, program, received, runner), part)
+            output = self._computed(micro_batch, program, received, runner)
+            return self._random.of_loss(partial(self._call.loss, output, part))
 
         loss, number = self._of.accumulation.counted(part, forward) if self._counts else (forward(part), None)
         with raw():
@@ -285,25 +261,6 @@ class MicroBatches:
         if call.loss_fn is None:
             return False  # the model's forward makes it
         return call.seen_to_draw.get(self._model.training) if call.loss_draws is None else call.loss_draws
-
-    def _loss(self, output: Any, part: Any) -> torch.Tensor:
-        """The loss of a micro-batch; it draws behind what the model draws for all of them."""
-        call = self._call
-        if call.loss_fn is None or call.loss_draws is False or self._of.mesh.is_dry:
-            return call.loss(output, part)
-        begins = self._loss_ends or self._call.loss_begins or self._after
-        if begins is not None:
-            restore(self._device, begins)
-        begins = begins or states(self._device)
-        loss = call.loss(output, part)
-        ends = states(self._device)
-        if not equal(begins, ends):
-            if self._loss_draws is False:  # as seen before: nobody else knows
-                _warn_of_loss()
-                restore(self._device, begins)
-            else:
-                self._loss_ends = ends
-        return loss
 
     def weight(self, micro_batch: int) -> torch.Tensor:
         loss, number = self.losses[micro_batch]
@@ -399,27 +356,6 @@ class Prediction(MicroBatches):
         return closed(output)
 
 
-@lru_cache(maxsize=64)
-def _warn_of_draws(stage: int) -> None:
-    # cached: once for each stage
-    tell(
-        f"Stage {stage} has drawn other random numbers than its run without data: how many hangs on values, "
-        "or on what it has drawn before (a layer left out by lot, say). Other stages cannot know where to go "
-        "on, and go on from where that run came to: right, but not the numbers that one process draws. For "
-        "these, draw as many whatever comes, or from a torch.Generator of the module's own."
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_loss() -> None:
-    # cached: once
-    tell(
-        "The loss function has drawn random numbers, and did not in its first call. Other stages go on as if "
-        "it had not: right, but not the numbers that one process draws. Draw in the first call, too, or from "
-        "a torch.Generator of its own."
-    )
-
-
 def _is_hooked(program: StageProgram) -> bool:
     """Whether somebody is told of its parameters in the backward pass, and expects DTensors."""
     with raw():
@@ -435,33 +371,6 @@ def _awaited_last(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
     places = schedule.stage_to_rank
     last = {stage: micro for kind, stage, micro in schedule.actions[rank] if kind is ActionKind.B}
     return {(stage, micro) for stage, micro in last.items() if stage and places[stage - 1] != rank}
-
-
-def random_states(
-    draws_of: Sequence[Draws], local: Sequence[int], mesh: Mesh
-) -> tuple[dict[tuple[int, int], tuple[States, States]], States | None]:
-    """The states of torch's generators before and after each stage of this rank and micro-batch, and all.
-
-    They are those of one process, which does a micro-batch after the other.
-
-    Args:
-        draws_of: each micro-batch.
-    """
-    states_around: dict[tuple[int, int], tuple[States, States]] = {}
-    if mesh.is_dry or not any(map(any, draws_of)):
-        return states_around, None
-    if mesh.size() > 1:
-        stream_of(mesh)  # agreed on by all at once, not by each stage for each micro-batch
-    device = mesh.device()
-    before = now = states(device)
-    for micro, stages in enumerate(draws_of):
-        for stage, draws in enumerate(stages):
-            draw_again(draws, device)
-            was, now = now, states(device)
-            if stage in local:
-                states_around[stage, micro] = was, now
-    restore(device, before)
-    return states_around, now
 
 
 def zeros_where_unknown(x: Any) -> Any:

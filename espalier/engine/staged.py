@@ -21,14 +21,7 @@ from espalier.engine.awaited import Awaited, entering
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.looks import let_look, tell_of_writes
-from espalier.engine.micro_batches import (
-    Draws,
-    MicroBatches,
-    Prediction,
-    StageContext,
-    random_states,
-    zeros_where_unknown,
-)
+from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
 from espalier.engine.model_run import ModelRun
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
@@ -37,6 +30,7 @@ from espalier.engine.own_graphs import any_tells, beside, come_unannounced, trie
 from espalier.engine.passes import Backward, Direct, Judge, Loss, Passes, Phase
 from espalier.engine.seen import Around
 from espalier.engine.shared_parameters import SharedParameters
+from espalier.engine.stage_draws import Draws, random_states
 from espalier.engine.told_gradients import ToldGradients
 from espalier.engine.waiting import WaitingForStages
 from espalier.layout import Layout
