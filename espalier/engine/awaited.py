@@ -615,13 +615,9 @@ def _is_size(of: Any) -> bool:
     step = of._step if isinstance(of, Awaited) else None
     if step is None:
         return False
-    if step.func is call and isinstance(step.args[0], Awaited) and (within := step.args[0]._step) is not None:
-        return within.func is getattr and within.args[1] in _OF_ROWS
     if step.func is operator.getitem:
         return _is_size(step.args[0])
-    return (step.func is getattr and step.args[1] == "shape") or (
-        getattr(step.func, "__name__", "") in _OF_ROWS
-    )
+    return (step.func is getattr and step.args[1] == "shape") or step.name in _OF_ROWS
 
 
 def _place_of(frame: FrameType) -> tuple[int, int]:

@@ -119,8 +119,7 @@ def _only_computes(made: Awaited) -> bool:
     step = made._step
     if step is None or step.func in _ONLY_COMPUTE:
         return True
-    method = step.args[0]._step if step.func is call and isinstance(step.args[0], Awaited) else None
-    return method is not None and method.func is getattr and method.args[1] in _METHODS
+    return step.method is not None and step.name in _METHODS
 
 
 def _draws(made: Awaited) -> bool:

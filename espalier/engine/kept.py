@@ -40,6 +40,17 @@ class Step(NamedTuple):
     number: int
     marks: list[Mark]
 
+    @property
+    def method(self) -> tuple[Kept, str] | None:
+        """Of what it calls a method, and that one's name; None where it calls a function."""
+        of = self.args[0]._step if self.func is call and isinstance(self.args[0], Kept) else None
+        return (of.args[0], str(of.args[1])) if of is not None and of.func is getattr else None
+
+    @property
+    def name(self) -> str:
+        """Of the function or method."""
+        return getattr(self.func, "__name__", "") if self.method is None else self.method[1]
+
     def renew(self) -> None:
         """What it was given beside may have been written to until now."""
         self.marks[:] = marks_of(x for x, _ in self.marks)
@@ -92,12 +103,7 @@ class Kept:
 
     def _is_detached(self) -> bool:
         """Whether it comes of ``x.detach()``."""
-        step = self._step
-        if step is None:
-            return False
-        if step.func is call and isinstance(step.args[0], Kept) and step.args[0]._step is not None:
-            return step.args[0]._step.func is getattr and step.args[0]._step.args[1] == "detach"
-        return getattr(step.func, "__name__", "") == "detach"
+        return self._step is not None and self._step.name == "detach"
 
 
 def in_order(of: Kept, made_of: Callable[[Kept], Iterable[Kept]]) -> list[Kept]:

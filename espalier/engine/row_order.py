@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.engine.kept import SOUGHT, Kept, call, call_method, in_order, varying
+from espalier.engine.kept import SOUGHT, Kept, call_method, in_order, varying
 from espalier.trees import leaves
 
 _RESHAPES = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze".split())
@@ -238,15 +238,11 @@ class _Walk:
 
 def _read(step: Any) -> tuple[str, Any, list[Any], Mapping[str, Any]]:
     """The name of the function or method, what it is of, and its other arguments."""
-    func, args = step.func, [*step.args]
-    if func is call and args and isinstance(args[0], Kept):
-        within = args[0]._step
-        if within is not None and within.func is getattr:
-            return str(within.args[1]), within.args[0], args[1:], step.kwargs
-    name = getattr(func, "__name__", "")
-    if func is call_method:  # one that writes
-        args = [args[0], *args[2:]]
-        name = str(step.args[1])
+    args, name = [*step.args], step.name
+    if step.method is not None:
+        return name, step.method[0], args[1:], step.kwargs
+    if step.func is call_method:  # one that writes
+        args, name = [args[0], *args[2:]], str(args[1])
     is_in_place = name.endswith("_") and not name.startswith("_")
     return name.rstrip("_") if is_in_place else name, args[0] if args else None, args[1:], step.kwargs
 
