@@ -1,4 +1,9 @@
-"""The model as on one process: plain and whole, without what a plan has put around it."""
+"""The model as on one process: plain and whole, without what a plan has put around it.
+
+For losses of derivatives (penalties, equations) of a model in stages it is computed once more so, on every
+rank, with parameters that are brought there: the graph of a pass through stages is on several ranks, and is
+gone after it, and gradients go back through this one to parameters where they lie.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from espalier.blocks import as_it_was
-from espalier.tensor import DTensor, full_tensor
+from espalier.blocks import as_it_was, named_parameters_in
+from espalier.layout import Layout
+from espalier.mesh import Mesh
+from espalier.parallel.pipeline.arguments import called, mapped
+from espalier.parallel.pipeline.objects import closed
+from espalier.parallel.pipeline.observed import Observed
+from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.dtensor import is_sparse, set_by_program, set_class
-from espalier.torch_private import COMPILED_CALL, HOOK_OPTIONS, HOOKS, TABLES
+from espalier.tensor.meshes import brought
+from espalier.tensor.names import made_in
+from espalier.torch_private import COMPILED_CALL, HOOK_OPTIONS, HOOKS, TABLES, forward_hooks, raw
 from espalier.trees import tensors_in
 
 
@@ -67,6 +80,41 @@ def _leave_out_our_hooks(module: nn.Module) -> None:
     for name in HOOKS:
         for key, hook in [*vars(module)[name].items()]:
             function = hook.func if isinstance(hook, functools.partial) else hook
-            if (getattr(function, "__module__", None) or "").startswith("espalier."):
+            if made_in(function, "espalier"):
                 for table in (name, *HOOK_OPTIONS):
                     vars(module)[table].pop(key, None)
+
+
+def whole_output(
+    model: nn.Module, everywhere: Callable[[str, torch.Tensor], torch.Tensor], mesh: Mesh, inputs: Any
+) -> Any:
+    """What a model in stages gives, as DTensors of all ranks, with a graph (a collective).
+
+    Args:
+        everywhere: gives the whole value, on every rank, of a parameter or buffer with that name.
+        mesh: all of it.
+    """
+    full = full_copy(model, everywhere)
+    for m, copied in zip(model.modules(), full.modules(), strict=True):  # hooks that look have seen this call
+        for hooks, those in zip(forward_hooks(m), forward_hooks(copied), strict=True):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Observed)]:
+                those.pop(key, None)
+    parameters: dict[str, torch.Tensor] = {
+        name: brought(p, mesh) if isinstance(p, DTensor) else p for name, p in named_parameters_in(model)
+    }
+    return called(lambda *args, **named: functional_call(full, parameters, args, named), closed(inputs))
+
+
+def on_all_ranks(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A plain tensor that all ranks have, or one of a stage, as a DTensor of all."""
+    if isinstance(x, DTensor):
+        return x if x._layout.mesh is mesh else brought(x, mesh)
+    with raw():
+        return stamp(x.view_as(x), Layout.replicated(mesh, tuple(x.shape)))
+
+
+def replaced(inputs: Any, stand: Mapping[int, torch.Tensor], mesh: Mesh) -> Any:
+    """Inputs, or what stands for some of their tensors, on all ranks."""
+    return mapped(
+        lambda x: on_all_ranks(stand.get(id(x), x), mesh) if isinstance(x, torch.Tensor) else x, inputs
+    )

@@ -23,6 +23,7 @@ from espalier.engine.batches import Own
 from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.call_states import CallStates, Surroundings
 from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
+from espalier.engine.full_model import on_all_ranks, replaced, whole_output
 from espalier.engine.given_batches import GivenBatches
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
@@ -40,7 +41,6 @@ from espalier.engine.output_rows import (
 )
 from espalier.engine.passes import Backward, Loss, LossFunction, Phase, plain_output
 from espalier.engine.waiting import WaitingForStages
-from espalier.engine.whole_output import on_all_ranks, replaced, whole_output
 from espalier.meanwhile import having
 from espalier.mesh.parts import at
 from espalier.parallel import Plan
@@ -73,7 +73,7 @@ class StagedPasses(Surroundings, Protocol):
     counts_one: bool  # what a loss is a mean over is to be known of one micro-batch, too
     scaler: LossScaler | None
     first_batches: GivenBatches
-    evaluation: Accumulation
+    averaging: Accumulation
     beside: Sequence[torch.Tensor]
 
     numbers: Iterator[int]  # of calls of the model
@@ -463,7 +463,7 @@ class ModelRun:
     @property
     def _is_counted(self) -> bool:
         """Whether it is to be seen what the loss of this micro-batch is a mean over."""
-        return self.batch is not None and not self.counts_alike and self._passes.evaluation.count is None
+        return self.batch is not None and not self.counts_alike and self._passes.averaging.count is None
 
     def _check_alone(self, beside: Sequence[torch.Tensor], adds: bool) -> None:
         """See that a micro-batch of several can be weighed.
@@ -480,7 +480,7 @@ class ModelRun:
             reason = "rows meet in it, and what it is a mean over cannot be seen: say it with count=..."
         if reason is not None:
             raise ValueError(
-                f"The loss of one of Plan(accumulate={self._passes.evaluation.size}) micro-batches that pass "
+                f"The loss of one of Plan(accumulate={self._passes.averaging.size}) micro-batches that pass "
                 f"through a pipeline alone: {reason}. Or give the whole batch: engine.train_step(batch), or "
                 "engine.accumulate(engine.cut(batch)) and engine.step()."
             )
@@ -546,7 +546,7 @@ class ModelRun:
             self._is_aside = False
             self._passes.taken_gradients()
             self._passes.add_gradients(earlier)
-            self._passes.evaluation.closed = True
+            self._passes.averaging.closed = True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -642,13 +642,13 @@ class ModelRun:
         passes.beside = leaves_beside
         try:
             numbers = [] if self.batch is not None else leaves((self._inputs, captured), torch.Tensor)
-            in_order = passes.evaluation.of_one_call(numbers, adds)
+            in_order = passes.averaging.of_one_call(numbers, adds)
             of_parts = having(passes, counts_one=(self.is_part and not adds) or self._is_counted)
             training = self._states.training(draws, self.stays)
             with training, in_order, self._as_called(), self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
-            self.mean_over = passes.evaluation.number
+            self.mean_over = passes.averaging.number
         finally:
             call.loss_fn, passes.beside = before, ()
         share_gradients(leaves_beside, passes.mesh["pipe"], mean=False)

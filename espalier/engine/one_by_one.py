@@ -54,7 +54,7 @@ class OneByOne:
         """The loss of a batch, or, with ``accumulate``, of one micro-batch of a step, before it is there."""
         passes = self._passes
         loss_fn, (inputs, target) = passes.call.loss_fn, passes.call.parted(batch)
-        out = passes.outputs(inputs, "all", batch if passes.evaluation.size > 1 else None)
+        out = passes.outputs(inputs, "all", batch if passes.averaging.size > 1 else None)
         return out._by(loss_of) if loss_fn is None else loss_fn(out, target)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class OneByOne:
                 "Give it what loss = engine(batch) is, or what is made of that or of engine(**inputs)."
             )
         run = loss._source
-        step, whole = passes.accumulation, passes.evaluation
+        step, whole = passes.accumulation, passes.averaging
         if run.batch is None:
             if whole.size == 1:
                 loss.backward()
@@ -105,8 +105,8 @@ class OneByOne:
     def _mean_over(self, batch: Any, seen: Number) -> Number:
         """What the loss of a micro-batch is a mean over; ``seen`` is what the last stage saw."""
         passes = self._passes
-        if passes.evaluation.count is not None:
-            return passes.evaluation.number_of(batch)
+        if passes.averaging.count is not None:
+            return passes.averaging.number_of(batch)
         mesh = passes.mesh
         if self._adds is None:
             self._adds = mesh.is_dry or not any_says(seen is not None, mesh)
@@ -119,5 +119,5 @@ class OneByOne:
         """Let the micro-batches so far be all of the step."""
         passes = self._passes
         step = passes.accumulation
-        if step is not None and step is not passes.evaluation:
+        if step is not None and step is not passes.averaging:
             passes.multiply(step.factor())

@@ -248,7 +248,8 @@ class Passes(ABC):
         call: how the model is called.
         data: the parameters, once they are laid out.
         loss: of the batch, or of its micro-batches so far, after a backward (detached).
-        accumulation: of several micro-batches; None where each is a batch.
+        averaging: the micro-batches of an evaluation, and in a pipeline those of a pass, as one batch.
+        accumulation: those of a step; None where each is a batch.
         seen: what the program may see of gradients.
         has_gradients: whether a backward pass has made some since the last step.
         updates: how often the parameters were updated.
@@ -273,8 +274,8 @@ class Passes(ABC):
         self.has_gradients = False
         self.updates = 0
         self.watch: PeakMemory | None = None
-        self.evaluation = Accumulation(call.plan.accumulate, count, call.mesh, call.batches.axes)
-        self.accumulation: Accumulation | None = self.evaluation
+        self.averaging = Accumulation(call.plan.accumulate, count, call.mesh, call.batches.axes)
+        self.accumulation: Accumulation | None = self.averaging
         self.seen = SeenGradients(call.module, mesh, call.plan, weakref.WeakMethod(self.counted), scaler)
         self.traffic = Traffic(mesh)
         # a stage may do with a part of the batch
@@ -298,7 +299,7 @@ class Passes(ABC):
 
     def resize(self, micro_batches: int) -> None:
         """Steps have another number of micro-batches from now on."""
-        self.evaluation.size = self.call.batches.micro_batches = micro_batches
+        self.averaging.size = self.call.batches.micro_batches = micro_batches
 
     @abstractmethod
     def arrange(self, batch: Any, **options: Any) -> Arrangement | None:
@@ -582,7 +583,7 @@ class Direct(Passes):
     def resize(self, micro_batches: int) -> None:
         super().resize(micro_batches)
         if micro_batches > 1 and self.accumulation is None:
-            self.accumulation = self.evaluation
+            self.accumulation = self.averaging
             if self.data is not None:
                 self.seen.watch(m.p for m in self.data.members)
 
@@ -742,7 +743,7 @@ class Direct(Passes):
             self.seen.bar()
 
     def evaluate(self, parts: Iterable[Any]) -> torch.Tensor:
-        return self.evaluation.evaluate(parts, self._loss_of)
+        return self.averaging.evaluate(parts, self._loss_of)
 
     def output(self, inputs: Any) -> Any:
         self._laid_out(self.call.alone(inputs)).begin_forward()

@@ -243,7 +243,7 @@ class Staged(Passes):
         if self.keeps_gradients and not self.has_gradients:  # a loop's, which it has not dropped
             self.zero_grad()
         self._is_of_loop = False
-        if self.evaluation.closed or not parts:
+        if self.averaging.closed or not parts:
             raise ValueError(
                 "engine.accumulate takes all micro-batches of one step: call engine.step() before the next."
                 if parts
@@ -262,8 +262,8 @@ class Staged(Passes):
         self.has_gradients = True
         self._run(work, self.stages.schedule(len(parts)))
         data.end_step()
-        self.evaluation.closed = True
-        self.loss = self.evaluation.loss
+        self.averaging.closed = True
+        self.loss = self.averaging.loss
         self.seen.bar()
         if self.waiting.are_due:
             self.finish_gradients(self.beside)
@@ -383,8 +383,8 @@ class Staged(Passes):
             self._tell_of_hooks()
         self.memory.hidden.show(self.call.module)
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        parts, evaluation, pulse = data.gradients.parts, self.evaluation, self.pulse
-        context = self.call, self.mesh, self.stages, evaluation, parts, scale, pulse, self.memory
+        parts, averaging, pulse = data.gradients.parts, self.averaging, self.pulse
+        context = self.call, self.mesh, self.stages, averaging, parts, scale, pulse, self.memory
         return StageContext(*context, self.observers, data.begin_micro_batch)
 
     def _run(self, work: MicroBatches, schedule: Schedule) -> None:
@@ -464,7 +464,7 @@ class Staged(Passes):
     # ---- gradients, and what the last stage knows
 
     def forget(self) -> None:
-        self.accumulation = self.evaluation
+        self.accumulation = self.averaging
         super().forget()
 
     def finish_gradients(self, beside: Iterable[torch.Tensor] = ()) -> None:
@@ -480,7 +480,7 @@ class Staged(Passes):
         with raw():
             grads = {p: gradient_of(p) for p in parameters_in(self.call.module)}
         taken = {p: grad for p, grad in grads.items() if grad is not None}
-        if taken or self.evaluation.closed:
+        if taken or self.averaging.closed:
             self.zero_grad()
         self._taken = taken
         return taken
@@ -529,7 +529,7 @@ class Staged(Passes):
             self._drop_unneeded(gradients.without)
             self.waiting.hand()
             self.add_gradients(earlier)
-        self.has_gradients = self._is_finished = self._is_known = self.evaluation.closed = True
+        self.has_gradients = self._is_finished = self._is_known = self.averaging.closed = True
         self._tell_of_gradients(error)
         self.seen.note()
         self.call_waiting()
@@ -616,7 +616,7 @@ class Staged(Passes):
             if self.loss is None or not self.stages.has_last:
                 return [zero, zero, zero, failed]
             first = self.call.mesh.rank == 0
-            factor = self.evaluation.factor()
+            factor = self.averaging.factor()
             code = _DTYPES.index(self.loss.dtype) if first else 0
             return [
                 share_of(self.loss, self.call.mesh).to(zero),

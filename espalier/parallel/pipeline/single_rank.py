@@ -26,6 +26,7 @@ from espalier.parallel.pipeline.record import SIZED
 from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain, stamp
 from espalier.tensor.dtensor import layout_of
+from espalier.tensor.names import made_in
 from espalier.tensor.observers import Go, Watcher, watchers, watching
 from espalier.tensor.saved import outer_hooks
 from espalier.torch_private import FORWARD_HOOKS, TorchDispatchMode, forward_hooks, hooks_of_all_modules
@@ -93,8 +94,8 @@ class SingleRank:
             return False
         if any(hooks_of_all_modules(FORWARD_HOOKS)):
             return False
-        hooked = [m for m in program.inner if any(forward_hooks(m))]
-        return not any(map(_is_hooked, hooked))
+        hooks = (x for m in program.inner for table in forward_hooks(m) for x in table.values())
+        return all(made_in(x, "transformers") for x in hooks)
 
     def __call__(self, program: StageProgram, env: Env, here: torch.device, plain: bool = False) -> None:
         """Do them; what is in ``env``, before and after, are DTensors.
@@ -149,13 +150,6 @@ def as_plain(*programs: StageProgram) -> Iterator[None]:
     finally:
         for x in (*parameters, *buffers):
             x.__class__ = DTensor
-
-
-def _is_hooked(m: nn.Module) -> bool:
-    hooks = [hook for table in forward_hooks(m) for hook in table.values()]
-    return any(
-        (getattr(hook, "__module__", None) or "").partition(".")[0] != "transformers" for hook in hooks
-    )
 
 
 _STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
