@@ -29,7 +29,7 @@ import espalier
 from espalier import Layout, Mesh, Plan, Replicate, Shard
 from espalier.parallel import arrange
 from espalier.tensor import stamp
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "tensor-range.svg"
 SEQUENCE = 512

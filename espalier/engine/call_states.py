@@ -17,7 +17,7 @@ from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor.before import Before
-from espalier.tensor.dry_runs import States, equal, restore, states
+from espalier.tensor.draws import States, equal, restore, states
 from espalier.tensor.traces import Generators, names_put_back
 
 

@@ -21,7 +21,7 @@ from espalier.engine.model_run import ModelRun
 from espalier.engine.sums import Sum, added
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import DRAWS
-from espalier.tensor.dry_runs import Drawing
+from espalier.tensor.draws import Drawing
 from espalier.tensor.rules.across_ranks import COLLECTIVES, bound, warn
 from espalier.torch_private import asserts
 from espalier.trees import leaves, tree_map

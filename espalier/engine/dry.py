@@ -31,8 +31,9 @@ from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.tensor.infer import Choices, choices
 from espalier.tensor.copies import Apart, NotCopiedError
-from espalier.tensor.dry_runs import LiveMemory, Recalled
+from espalier.tensor.dry_runs import Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
+from espalier.tensor.live_memory import LiveMemory
 from espalier.tensor.observers import by_module, tell
 from espalier.texts import in_columns
 

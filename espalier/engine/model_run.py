@@ -49,7 +49,7 @@ from espalier.parallel.pipeline.objects import closed, opened, opened_inputs, re
 from espalier.parallel.pipeline.record import TorchState
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.asked import name_of
-from espalier.tensor.dry_runs import States
+from espalier.tensor.draws import States
 from espalier.tensor.meshes import brought
 from espalier.tensor.observers import tell
 from espalier.trees import tree_map

@@ -45,8 +45,8 @@ from espalier.parallel.pipeline.arguments import called, leaves, mapped
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.tensor.infer import Sample
 from espalier.tensor import DTensor, full_tensor, stamp
+from espalier.tensor.draws import States
 from espalier.tensor.dry_autocast import DryAutocast
-from espalier.tensor.dry_runs import States
 from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends

@@ -36,8 +36,8 @@ from espalier.parallel.pipeline.split import StageProgram
 from espalier.tensor import DTensor, plain
 from espalier.tensor.before import Before, places, reached, slots
 from espalier.tensor.compiled import Region
-from espalier.tensor.dry_runs import unseen
 from espalier.tensor.fallback import layouts_of, stamped
+from espalier.tensor.live_memory import unseen
 from espalier.tensor.saved import by_outer, outer_hooks, unpacked
 from espalier.tensor.ways import Ways
 from espalier.texts import listed, similar

@@ -20,7 +20,7 @@ from espalier.parallel.data.stages import Lies
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.plan import PLACES
 from espalier.tensor import plain
-from espalier.tensor.dry_runs import DryMemory, LiveMemory
+from espalier.tensor.live_memory import DryMemory, LiveMemory
 from espalier.texts import in_columns
 from espalier.torch_private import getter, memory_id, raw
 

@@ -17,7 +17,7 @@ from espalier.comm.control import any_says
 from espalier.engine.passes import ModelCall
 from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages
-from espalier.tensor.dry_runs import Dice, Draw, States, draw_again, equal, restore, states
+from espalier.tensor.draws import Dice, Draw, States, draw_again, equal, restore, states
 from espalier.tensor.observers import tell
 from espalier.tensor.random import stream_of
 

@@ -48,7 +48,7 @@ from espalier.parallel.pipeline.stand_ins import hooks_of, observed
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
-from espalier.tensor.dry_runs import States
+from espalier.tensor.draws import States
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought

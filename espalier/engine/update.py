@@ -1,4 +1,4 @@
-"""The engine's optimizer step: on local tensors (see ``espalier.tensor.guard``), fused and joined."""
+"""The engine's optimizer step: on local tensors (``espalier.tensor.optimizer_steps``), fused and joined."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.rounded_products import rounding_as_one
 from espalier.parallel.several import Several, parts_of
 from espalier.tensor import DTensor, plain, redistribute, stamp
-from espalier.tensor.guard import ELEMENTWISE, on_locals, stamp_states
 from espalier.tensor.observers import tell
+from espalier.tensor.optimizer_steps import ELEMENTWISE, on_locals, stamp_states
 from espalier.torch_private import (
     foreach_copy_,
     getter,

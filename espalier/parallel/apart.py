@@ -19,7 +19,7 @@ import torch
 
 from espalier.parallel.fused import holding
 from espalier.parallel.several import Several, parts_of
-from espalier.tensor.dry_runs import restore, states
+from espalier.tensor.draws import restore, states
 from espalier.tensor.observers import tell
 from espalier.torch_private import forget_step_hooks
 from espalier.trees import leaves

@@ -28,7 +28,7 @@ from espalier.layout.layout import D, R
 from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.tensor import full_tensor, plain, stamp
-from espalier.tensor.dry_runs import Drawing
+from espalier.tensor.draws import Drawing
 from espalier.tensor.dtensor import DTensor, become_parameter, layout_of, redistribute
 from espalier.texts import listed
 from espalier.torch_private import disable_modes, raw, version_of

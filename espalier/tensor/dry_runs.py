@@ -1,40 +1,25 @@
-"""What a run without data tells of a program: memory and work it takes, and what it draws."""
+"""What a run without data tells of a program: the work that it takes, and each operation found out once."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from espalier.comm.control import gather_objects
 from espalier.comm.dry import know, values_of, without_data
-from espalier.device import get_rng_state, is_accelerator, set_rng_state
 from espalier.meanwhile import having
-from espalier.mesh import Mesh
 from espalier.tensor.dry_autocast import as_if_for_cpu
+from espalier.tensor.live_memory import unseen
 from espalier.tensor.observers import site, user_frame
-from espalier.tensor.random import (
-    REJECTING,
-    at_position,
-    is_drawing_by_key,
-    same_position,
-    same_seed,
-    without_tag,
-)
-from espalier.tensor.traces import Generators
 from espalier.torch_private import (
     DispatchMode,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     can_decompose,
-    disable_modes,
     dispatch_mode_stack,
     memory_id,
     raw,
@@ -42,103 +27,6 @@ from espalier.torch_private import (
     without_torch_functions,
 )
 from espalier.trees import ATOMS, tensors_in, tree_map
-
-# ---- the memory that tensors take while a program runs: each storage, from first appearance to release
-
-
-@dataclass
-class _Live:
-    now: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
-
-
-class LiveMemory(TorchDispatchMode):
-    """While open, follows every storage that an operation gives.
-
-    Attributes:
-        phase: what the program is at, as the caller says.
-        peak: the most bytes that have lived at once.
-        peak_at: the phase then.
-        peaks: of each phase.
-
-    Args:
-        resized: storages whose owners change their sizes; these are read after every operation.
-    """
-
-    looks_on = True
-
-    def __init__(self, resized: Iterable[torch.UntypedStorage] = ()) -> None:
-        super().__init__()
-        self.phase = ""
-        self.peak = 0
-        self.peak_at = ""
-        self.peaks: dict[str, int] = {}
-        self._live = _Live()
-        self._resized = list(resized)
-        self._live.sizes.update((memory_id(storage), 0) for storage in self._resized)
-
-    @property
-    def now(self) -> int:
-        """The bytes that live."""
-        return self._live.now + sum(storage.nbytes() for storage in self._resized)
-
-    def follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation, and see what it gives."""
-        with raw():  # beneath autograd tensors are local, whatever class they bear
-            out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.hold(x)
-        now = self.now
-        if now > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = now
-        if now > self.peak:
-            self.peak, self.peak_at = now, self.phase
-        return out
-
-    __torch_dispatch__ = follow
-
-    def ignore(self, x: torch.Tensor) -> None:
-        """Count a tensor's storage no longer: it takes none of the device's memory."""
-        self._set(x, 0)
-
-    def count(self, x: torch.Tensor) -> None:
-        """Count a tensor's storage, whether it was ignored or not."""
-        with raw():
-            self._set(x, x.untyped_storage().nbytes())
-
-    def _set(self, x: torch.Tensor, nbytes: int) -> None:
-        with raw():
-            storage = x.untyped_storage()
-        live, key = self._live, memory_id(storage)
-        live.now += nbytes - live.sizes.get(key, 0)
-        if key not in live.sizes:
-            weakref.finalize(storage, _release, live, key)
-        live.sizes[key] = nbytes
-
-    def hold(self, x: torch.Tensor) -> None:
-        """Count a tensor's storage until it is released, unless it is ignored."""
-        with raw():
-            storage = x.untyped_storage()
-        if memory_id(storage) not in self._live.sizes:
-            self.count(x)
-
-
-class DryMemory(LiveMemory, DispatchMode):
-    """The same of a run without data."""
-
-    __torch_dispatch__ = LiveMemory.follow
-
-
-def unseen() -> AbstractContextManager[object]:
-    """While open, modes don't see operations: of what takes none of the device's memory."""
-    context: AbstractContextManager[object] = disable_modes()
-    return context
-
-
-def _release(live: _Live, key: int) -> None:
-    live.now -= live.sizes.pop(key, 0)
-
 
 # ---- what calls cost: floating-point operations and bytes, from shapes alone
 
@@ -665,193 +553,3 @@ def _as_view(out: Any, first: torch.Tensor, flops: int) -> _Made | None:
         return None
     bare = _Bare(tuple(out.shape), out.stride(), out.dtype)
     return _Made(torch.Tensor, (bare,), flops, int(out.storage_offset()))
-
-
-# ---- what stages draw from torch's generators, known from a run without data
-#
-# One process draws for one stage after the other, micro-batch by micro-batch. A rank draws what others draw
-# in between as well, and drops it: so its own stages find the generators as one process would.
-
-
-States = tuple[torch.Tensor, ...]
-
-
-class _Like(NamedTuple):
-    """Stands for a tensor of a call; one without data is one of the device that computes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Draw(NamedTuple):
-    """An operation that draws from a default generator, so many times in a row."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    times: int = 1
-
-    def again(self, device: torch.device) -> None:
-        """Draw as much, on the device that computes, and drop it."""
-
-        def real(x: Any) -> Any:
-            if type(x) is _Like:
-                on = device if x.device == _META else x.device
-                return torch.full(x.shape, 0.5 if x.dtype.is_floating_point else 1, dtype=x.dtype, device=on)
-            return device if x == _META and isinstance(x, torch.device) else x
-
-        with torch.no_grad(), raw():
-            args = [real(x) for x in self.args]
-            kwargs = {name: real(x) for name, x in self.kwargs.items()}
-            for _ in range(self.times):
-                self.func(*args, **kwargs)
-
-
-class Drawing(DispatchMode):
-    """Notes what is drawn while it is open, in a run without data: what has none has none on any device.
-
-    Args:
-        device: on which what has no data here is drawn all the same; None: it is not.
-
-    Attributes:
-        draws: all of them, in order.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        super().__init__()
-        self.draws: list[Draw] = []
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._pack_padded_sequence.default and args[0].is_meta:
-            raise NoValueError(
-                "pack_padded_sequence gives as many rows as the values of lengths say, and what stages send "
-                "one another must follow from shapes. Give the padded sequence and a mask, or train under a "
-                "plan without pipe."
-            )
-        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            return args[0]  # as what is saved for the backward pass is taken off the device
-        with raw():
-            args, kwargs = _all_without_data(func, args, kwargs)
-            # how often these draw hangs on values: where these are known, they are the same again
-            rejects = func.overloadpacket.__name__ in REJECTING
-            made = torch.empty_like(args[0]) if rejects and args[0].is_meta else None  # not all can do that
-            if not _draws(func, kwargs):
-                try:
-                    return remembered(func, args, kwargs) if made is None else made
-                except (RuntimeError, NotImplementedError) as error:
-                    if " meta " not in str(error):
-                        raise
-                    raise _asked_of_stage(func, error) from error
-            # an overload with a generator is called with it, be it None
-            call_arguments = args, {k: x for k, x in kwargs.items() if x is not None or k == "generator"}
-            draw = Draw(func, *tree_map(_known if rejects else _like, call_arguments))
-            out = func(*args, **kwargs) if made is None else made
-            if isinstance(out, torch.Tensor) and out.is_meta and self._device is not None:
-                draw.again(self._device)
-        last = self.draws[-1] if self.draws else None
-        if last is not None and not rejects and last[:3] == draw[:3]:
-            self.draws[-1] = last._replace(times=last.times + 1)
-        else:
-            self.draws.append(draw)
-        return out
-
-
-def _asked_of_stage(func: Any, error: Exception) -> NoValueError:
-    """What torch says of an operation that needs values, where a stage is run without."""
-    return NoValueError(
-        f"What a stage gives is found by a run without data, and {site(user_frame()[1])} asks for a value "
-        f"there ({func.overloadpacket.__name__}: {error}). So it is within autograd functions (adjoint "
-        "methods), and where a shape hangs on values (repeat_interleave without output_size=). Ask for it "
-        "before, in the model's forward, or train under a plan without pipe."
-    )
-
-
-def _all_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of an operation, none of them with data if one has none, nor taken to where it has."""
-    has = {x.is_meta for x in tensors_in([args, kwargs])}
-    if True not in has:
-        return args, kwargs
-    if func is torch.ops.aten._to_copy.default:
-        return args, {**kwargs, "device": None}
-    written = schema_of(func).is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta
-    if False in has and not written:
-        return tree_map(lambda x: x.to(_META) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-    return args, kwargs
-
-
-def _draws(func: Any, kwargs: Any) -> bool:
-    """Whether an operation draws; fused ones, attention say, draw nothing where DTensors call them."""
-    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-        return False
-    name = func.overloadpacket.__name__
-    return not is_drawing_by_key() and (name in REJECTING or not name.startswith("_"))
-
-
-def _known(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, torch.Tensor) and not x.is_meta else _like(x)
-
-
-def _like(x: Any) -> Any:
-    return _Like(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
-
-
-def states(device: torch.device) -> States:
-    """Of the generators from which a program on a device draws."""
-    of_cpu = torch.get_rng_state()
-    return (of_cpu, get_rng_state(device)) if is_accelerator(device) else (of_cpu,)
-
-
-def restore(device: torch.device, saved: States) -> None:
-    """Let them go on from there."""
-    torch.set_rng_state(saved[0])
-    if is_accelerator(device):
-        set_rng_state(device, saved[1])
-
-
-def equal(a: States, b: States) -> bool:
-    """Whether these are the same."""
-    return same_position(a[0], b[0]) and all(map(torch.equal, a[1:], b[1:]))
-
-
-def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
-    """Draw what was noted, and drop it."""
-    for draw in draws:
-        draw.again(device)
-
-
-class Dice:
-    """What one stage alone draws from generators of random numbers, so that all ranks go on from there.
-
-    Other ranks cannot know it: it may hang on values, or the generators are Python's or NumPy's. Made on
-    all of them before that stage runs.
-
-    Args:
-        mesh: of the whole model.
-        source: the coordinate on the axis ``pipe`` of the rank that draws.
-    """
-
-    def __init__(self, mesh: Mesh, source: int) -> None:
-        self._line, self._source, self._device = mesh["pipe"], source, mesh.device()
-        self._before, self._others = states(self._device), Generators()
-
-    def tell(self) -> None:
-        """After it has run: all ranks along the axis come here."""
-        drawn = self._drawn() if self._line.rank == self._source else None
-        torchs, others = gather_objects(drawn, self._line)[self._source]
-        if torchs is not None:
-            is_seeded, (cpu, *device) = torchs
-            here = states(self._device)[0]
-            restore(self._device, (cpu if is_seeded else at_position(here, cpu), *device))
-        if others is not None:
-            others.restore()
-
-    def _drawn(self) -> tuple[tuple[bool, States] | None, Generators | None]:
-        """What has changed: states of torch's generators, and whether they were seeded; others' states."""
-        now, was = states(self._device), self._before
-        is_seeded = not same_seed(now[0], was[0])
-        has_drawn = is_seeded or not equal(now, was)
-        torchs = (is_seeded, (without_tag(now[0]), *now[1:])) if has_drawn else None
-        return torchs, None if self._others.as_now() else Generators()

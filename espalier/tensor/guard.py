@@ -4,7 +4,7 @@
 DTensors, and the result would be silently local; ``torch.autograd.backward`` would start from local
 gradients. ``torch.vmap`` and ``torch.func``'s transforms wrap tensors in C++, and the type is lost on
 the way. ``nn.Module._apply`` would drop the type of what becomes of a parameter. What can be right is typed
-at its edges (see ``espalier.tensor.fallback``, and below), the rest is refused.
+at its edges (``fallback``, ``transforms``, ``flex_attention``, ``optimizer_steps``), the rest is refused.
 Dispatch modes, which see what happens below the type, are shown local tensors.
 For calls without DTensors that costs one look at the arguments.
 """
@@ -12,9 +12,7 @@ For calls without DTensors that costs one look at the arguments.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,64 +20,42 @@ import torch.func
 import torch.utils.checkpoint
 import torch.utils.dlpack
 import torch.utils.hooks
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.attention import flex_attention as flex
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import handle_torch_function
 
-from espalier.comm import move
-from espalier.comm.custom_ops import answering, dividing, recorders, recording
-from espalier.comm.redistribute import on_dry
-from espalier.layout import Layout, any_alive, gradient_layout, local_box, same_cuts, same_data
-from espalier.sharding.spec import Dims, Letter, Operand, Placed, Spec
+from espalier.comm.custom_ops import answering, dividing, recorders
+from espalier.layout import any_alive
 from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
-from espalier.tensor.asked import each_for_itself
 from espalier.tensor.dispatch import carry_out, unruled
-from espalier.tensor.dtensor import DTensor, kind_of, layout_of, plain, set_class, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, kind_of
 from espalier.tensor.encoders import install_encoders
-from espalier.tensor.fallback import GatherWarning, answers_itself, cut_again, writes
+from espalier.tensor.fallback import answers_itself
+from espalier.tensor.flex_attention import install_attention
 from espalier.tensor.loans import pass_on, whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
-from espalier.tensor.observers import tell
+from espalier.tensor.optimizer_steps import install_steps
 from espalier.tensor.random import filled_by_key, true_seeds
-from espalier.tensor.rules import RULES
 from espalier.tensor.rules.meta import seeded, went_back, whole_starts
+from espalier.tensor.transforms import in_transform, open_transforms
 from espalier.tensor.uncompiled import follow_compiler
 from espalier.torch_private import (
-    JVP,
-    UNBOUNDED_BLOCK,
-    VJP,
     FakeTensor,
     TorchDispatchMode,
-    close_saving_hooks,
     determinism_checks,
     flat_weights,
-    function_mode_stack,
-    functorch_apis,
-    functorch_transforms,
-    getter,
-    math_attention,
     module_functions,
     noop_save_inputs,
     note_constructors,
-    open_saving_hooks,
-    outside_transforms,
     put_in_place,
     raw,
     replace_muon,
-    same_score,
-    saved_tensors_hooks,
     torch_functions_on,
-    version_of,
-    with_torch_functions,
-    without_torch_functions,
     wrap_door,
     written_in_python,
 )
-from espalier.trees import flat_map, flatten, leaves, tensors_in, tree_map
+from espalier.trees import leaves, tensors_in, tree_map
 
 
 def install() -> None:
@@ -378,438 +354,3 @@ def _closed(door: Callable[..., Any]) -> Callable[..., Any]:
         return door(*args, **kwargs)
 
     return checked
-
-
-# ---- steps of torch's optimizers
-#
-# An optimizer that works element by element gives the same result on each rank's part as on the whole,
-# wherever parameters, gradients and states lie alike. So its step runs on the local tensors with torch
-# functions left alone, at the speed of plain tensors. Any other step goes operation by operation through
-# the dispatcher.
-
-
-# the C getter itself: to be called where torch functions are not intercepted
-_grad = getter("grad")
-
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-
-
-@contextmanager
-def on_locals(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While open, these DTensors and their gradients are plain, and torch functions are left alone.
-
-    So they are spared DTensor's Python getters; and on accelerators torch's choice of the foreach
-    implementation, which goes by class, falls as for any other model.
-    """
-    with raw():
-        grads = [g for g in map(_grad, parameters) if type(g) is DTensor]
-        for p in parameters:
-            set_class(p, nn.Parameter)
-        for g in grads:
-            set_class(g, torch.Tensor)
-        try:
-            yield
-        finally:
-            for p in parameters:
-                set_class(p, DTensor)
-            for g in grads:
-                set_class(g, DTensor)
-
-
-def stamp_states(optimizer: Optimizer) -> None:
-    """Let the states that a step on local tensors has made lie as their parameters do."""
-    for p, state in optimizer.state.items():
-        if type(p) is DTensor and state and type(next(reversed(state.values()))) is not DTensor:
-            layout = p._layout.own  # others than those of this step may be cut now
-            for x in state.values():  # what a step has made comes last
-                if type(x) is torch.Tensor and x.ndim and x.shape == layout.local_shape:
-                    stamp(x, layout)
-
-
-def install_steps() -> None:
-    """Let torch's optimizers step on local tensors where they can (a second call does nothing)."""
-    for optimizer in ELEMENTWISE:
-        step = vars(optimizer).get("step")
-        if step is None or getattr(step, "_espalier", False):
-            continue
-        # within torch's own wrapper, which calls hooks: these see DTensors
-        if getattr(step, "hooked", False):
-            step = Optimizer.profile_hook_step(_stepping(step.__wrapped__))
-            step.hooked = True  # type: ignore[attr-defined]
-        else:
-            step = _stepping(step)
-        step._espalier = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign]
-
-
-def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def wrapped(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if torch.compiler.is_compiling() or not torch_functions_on() or type(self) not in ELEMENTWISE:
-            return step(self, closure)
-        held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
-        if not held:
-            return step(self, closure)
-        for strangers in [*held[0]._layout.mesh.outermost.strangers]:
-            strangers.see_step(self)
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        parameters = _alike(self)
-        with each_for_itself(held):  # as each finds gradients of its own
-            if parameters is None:
-                step(self)
-            else:
-                with on_locals(parameters):
-                    step(self)
-                stamp_states(self)
-        return loss
-
-    return wrapped
-
-
-def _alike(optimizer: Optimizer) -> list[DTensor] | None:
-    """Its DTensors, if each lies as its gradient and its states do."""
-    dtensors: list[DTensor] = []
-    states = optimizer.state
-    with raw():
-        for group in optimizer.param_groups:
-            if group.get("differentiable") or any(type(x) is DTensor for x in group.values()):
-                return None
-            for p in group["params"]:
-                if type(p) is not DTensor:
-                    continue
-                layout = p._layout
-                if layout.own is not layout or not layout.is_firm or "_reduced" in p.__dict__:
-                    return None
-                grad = _grad(p)
-                if grad is not None:
-                    grad_layout = grad._layout if type(grad) is DTensor else gradient_layout(layout)
-                    if grad_layout is not layout and not same_data(grad_layout, layout):
-                        return None
-                for x in states.get(p, _NONE).values():
-                    if type(x) is DTensor:
-                        if x._layout is not layout and not same_data(x._layout, layout):
-                            return None
-                    elif isinstance(x, torch.Tensor) and x.ndim and x.shape != layout.local_shape:
-                        return None
-                dtensors.append(p)
-    return dtensors
-
-
-_NONE: dict[str, Any] = {}
-
-
-# ---- ``torch.vmap`` and ``torch.func``'s transforms on DTensors: functions without a rule
-#
-# Transforms wrap tensors in C++, where the type would be lost. So what goes into one is gathered, every
-# rank computes all of it on plain tensors, and what comes out is replicated again; gradients flow. DTensors
-# that the transformed function finds elsewhere (a module's parameters, what a closure holds) are gathered
-# when it uses them.
-
-
-# where transforms begin, looked up at each call
-_DOORS = (
-    (functorch_apis, "vmap_impl"),
-    (functorch_transforms, "grad_impl"),
-    (functorch_transforms, "grad_and_value_impl"),
-    (functorch_transforms, JVP),
-    (functorch_transforms, VJP),
-    (functorch_transforms, "linearize"),
-    (torch.func, "linearize"),
-)
-
-
-class Inside(TorchFunctionMode):
-    """While on, calls of DTensors are calls of whole plain tensors.
-
-    Args:
-        apart: the axes along which the ranks use them differently.
-
-    Attributes:
-        held: the layouts of what was gathered.
-    """
-
-    def __init__(self, apart: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.held: list[Layout] = []
-        self._apart = apart
-        self._known: dict[int, tuple[DTensor, int, torch.Tensor]] = {}
-
-    def whole(self, x: Any) -> Any:
-        """A DTensor's values on every rank, plain; gathered once. Of what holds tensors for ``vmap``, all."""
-        if type(x) is not DTensor:
-            return x.apply(self.whole) if _holds_for_vmap(x) else x
-        with outside_transforms(), raw():
-            known = self._known.get(id(x))
-            count = version_of(x)
-            if known is None or known[1] != count or count < 0:
-                now = up_to_date(x)
-                layout = layout_of(now)
-                self.held.append(layout)
-                to = Layout.replicated(layout.mesh, layout.shape).with_deferred(self._apart)
-                known = self._known[id(x)] = (x, count, plain(move(now, layout, to)))
-        return known[2]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if DTensor not in types:
-            return func(*args, **kwargs)
-        if writes(func) and type(args[0]) is DTensor:
-            raise NotImplementedError(
-                f"{getattr(func, '__name__', func)} writes to a DTensor ({args[0]._layout!r}) inside of "
-                "torch.vmap or a transform of torch.func. Give it back instead, and write to it outside."
-            )
-        args, kwargs = flat_map(self.whole, (args, kwargs))
-        mesh = self.held[-1].mesh
-        if mesh.is_dry:
-            with without_torch_functions():  # the program has not called this
-                args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
-        return func(*args, **kwargs)
-
-
-_GIVING = (VJP, "linearize")  # a value and a function
-_BESIDE_HOOKS = ("vmap_impl", JVP, "linearize")  # these mind none
-_KEPT = (
-    "A transform of torch.func in a block that is computed again in the backward pass, or has its "
-    "activations elsewhere until then: what these calls save is kept as it is, since torch's transforms "
-    "take no hooks. The numbers are right, and this part of the block needs the memory that it needs without "
-    "a plan. To save it, write what is transformed out."
-)
-
-
-def _holds_for_vmap(x: Any) -> bool:
-    """Whether it is a container that itself gives its tensors to ``vmap``, as tensordict's do."""
-    return hasattr(type(x), "_add_batch_dim") and hasattr(type(x), "apply")
-
-
-def open_transforms() -> None:
-    """Let transforms take DTensors."""
-    for module, name in _DOORS:
-        if hasattr(module, name):  # private, so it may go
-            setattr(module, name, _transform(getattr(module, name), name in _GIVING))
-
-
-def _transform(door: Callable[..., Any], gives: bool = False) -> Callable[..., Any]:
-    @functools.wraps(door)
-    def entered(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return door(*args, **kwargs)
-        if recording():
-            raise _not_recorded(f"a function is transformed (torch.vmap, torch.func.grad: {door.__name__})")
-        if door.__name__ not in _BESIDE_HOOKS and saved_tensors_hooks(True) is not None:
-            tell(_KEPT)
-            with _without_hooks():
-                return entered(*args, **kwargs)
-        has_dtensors = any(type(x) is DTensor for x in flatten((args, kwargs))[0])
-        if not has_dtensors and (not any_alive() or in_transform() is not None):
-            return door(*args, **kwargs)
-        out = _on_wholes(door, args, kwargs)
-        return (out[0], _transform(out[1]), *out[2:]) if gives else out
-
-    return entered
-
-
-@contextmanager
-def _without_hooks() -> Iterator[None]:
-    """While open, what autograd saves is kept as it is: torch's transforms take no hooks on that."""
-    opened: list[tuple[Any, Any]] = []
-    while (hooks := saved_tensors_hooks(True)) is not None:
-        opened.append(hooks)
-        close_saving_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(opened):
-            open_saving_hooks(pack, unpack)
-
-
-def _not_recorded(what: str) -> NotImplementedError:
-    """What says that a compiled region calls something that no graph has."""
-    return NotImplementedError(
-        f"espalier.compile: {what} inside the compiled region. A graph is recorded of calls on tensors, not "
-        "of functions that are called for each row or score. Leave this part out of the region: compile the "
-        "modules around it, each on its own. Or write it on whole batches; attention as "
-        "F.scaled_dot_product_attention(..., attn_mask=...), whose mask may be an argument or a buffer."
-    )
-
-
-def in_transform() -> Inside | None:
-    """The mode of the transform that is at work."""
-    modes = function_mode_stack() if recorders() else ()
-    return next((mode for mode in modes if isinstance(mode, Inside)), None)
-
-
-def _on_wholes(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mode = Inside()
-    args, kwargs = flat_map(mode.whole, (args, kwargs))
-    if mode.held and mode.held[0].mesh.is_dry:
-        mesh = mode.held[0].mesh
-        args, kwargs = flat_map(lambda x: on_dry(x, mesh), (args, kwargs), torch.Tensor)
-    with mode:
-        out = call(*args, **kwargs)
-    if not mode.held or in_transform() is not None:
-        return out
-    if any(not lay.is_plain for lay in mode.held):
-        _warn()
-    mesh, of_args = mode.held[0].mesh, tuple(mode.held)
-
-    def typed(x: torch.Tensor) -> torch.Tensor:
-        if type(x) is DTensor or x.layout is not torch.strided:
-            return x
-        with raw():
-            return cut_again(stamp(x.view_as(x), Layout.replicated(mesh, tuple(x.shape))), of_args)
-
-    return flat_map(typed, out, torch.Tensor)
-
-
-@functools.lru_cache(maxsize=1)
-def _warn() -> None:
-    # cached: once
-    tell(
-        "torch.vmap or a transform of torch.func is given DTensors that are not replicated: they are "
-        "gathered and every rank computes all. The result is right, but slow. Where rows are independent, "
-        "espalier.local_map(torch.vmap(f), out_placements=[...]) lets each rank compute its own.",
-        GatherWarning,
-    )
-
-
-# ---- ``flex_attention`` on DTensors: batch, heads and queries may be cut
-#
-# Without ``torch.compile`` torch computes the plain formula, which keeps all scores; so does each rank for
-# its part, with the batch, heads and queries counted from where its part begins. What a score or mask
-# function captures is gathered where it is a DTensor.
-
-
-_LN2 = math.log(2.0)
-
-
-class _Functions:
-    """What changes scores and what masks them: no part of the key to the dispatcher's cache."""
-
-    def __init__(self, score: Callable[..., Any], mask: Callable[..., Any]) -> None:
-        self.score, self.mask = score, mask
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Functions)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def install_attention() -> None:
-    """Let ``torch.nn.attention.flex_attention`` take DTensors (a second call does nothing)."""
-    original = flex.flex_attention
-    if getattr(original, "_espalier", False):
-        return
-
-    @functools.wraps(original)
-    def flex_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if recording():
-            raise _not_recorded("flex_attention is called")
-        if torch.compiler.is_compiling() or not any(type(x) is DTensor for x in (query, key, value)):
-            return original(query, key, value, *args, **kwargs)
-        return _on_dtensors(query, key, value, *args, **kwargs)
-
-    flex_attention._espalier = True  # type: ignore[attr-defined]
-    flex.flex_attention = flex_attention
-    RULES.add(_attended, _rule, loose=True)
-
-
-def _on_dtensors(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
-    if query.size(1) != key.size(1) and not (enable_gqa and query.size(1) % key.size(1) == 0):
-        raise ValueError(
-            "Expect query and key/value to have the same number of heads, or with enable_gqa=True a multiple "
-            f"of them, but got Hq={query.size(1)} and Hkv={key.size(1)}."
-        )
-    bounded = block_mask is not None and max(block_mask.BLOCK_SIZE) < UNBOUNDED_BLOCK
-    if bounded and tuple(block_mask.shape[-2:]) != (query.size(-2), key.size(-2)):
-        raise ValueError(
-            f"block_mask was created for block_mask.shape={block_mask.shape} but got "
-            f"q_len={query.size(-2)} and kv_len={key.size(-2)}."
-        )
-    functions = _Functions(
-        score_mod or same_score, flex.noop_mask if block_mask is None else block_mask.mask_mod
-    )
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    out, lse, most = carry_out(DTensor, _attended, (), (query, key, value, functions, scale))
-    if return_aux is not None:
-        aux = flex.AuxOutput(
-            lse=lse * _LN2 if return_aux.lse else None,
-            max_scores=most * _LN2 if return_aux.max_scores else None,
-        )
-        return out, aux
-    return (out, lse * _LN2) if return_lse else out
-
-
-def _rule(query: Operand, key: Operand, value: Operand, functions: _Functions, scale: float) -> Spec:
-    """query [b, h, s, d], key [b or 1, g, t, d], value [b or 1, g, t, e]."""
-    h, g = query.shape[1], key.shape[1]
-    axes = tuple(query.layout.mesh.shape[a] for a in query.layout.cuts[1])
-    together = h == g or same_cuts(g, h // g, axes)
-    heads: Letter | None = "h" if together else None
-    ins: list[Dims] = [("b", "h", "s", None)]
-    ins += [("b" if x.shape[0] == query.shape[0] else None, heads, None, None) for x in (key, value)]
-    rows = tuple(query.shape[:3])
-    return Spec(
-        ins,
-        [("b", "h", "s", None), ("b", "h", "s"), ("b", "h", "s")],
-        [(*rows, value.shape[-1]), rows, rows],
-        factors={"h": [(g, 1), (g, h // g)]} if together and h != g else {},
-        run=_run,
-    )
-
-
-def _attended(query: Any, key: Any, value: Any, functions: _Functions, scale: float) -> Any:
-    """The output, and for each query the logarithm of the sum of all and the largest score, to base 2."""
-    return math_attention(
-        query, key, value, functions.score, (functions.mask,), scale, {"OUTPUT_LOGSUMEXP": True}
-    )
-
-
-def _run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
-    q, k, v = map(plain, args[:3])
-    functions, scale = args[3:]
-    whole_q, whole_k = placed.ins[:2]
-    first = local_box(whole_q).offsets[:3]
-    if k.shape[1] == whole_k.shape[1] and q.shape[1] != whole_q.shape[1]:
-        pick = torch.arange(first[1], first[1] + q.shape[1], device=q.device)
-        pick = pick // (whole_q.shape[1] // whole_k.shape[1])
-        k, v = k.index_select(1, pick), v.index_select(1, pick)
-
-    def score(x: Any, b: Any, h: Any, s: Any, t: Any, *more: Any) -> Any:
-        return functions.score(x, b + first[0], h + first[1], s + first[2], t, *more)
-
-    def mask(b: Any, h: Any, s: Any, t: Any, *more: Any) -> Any:
-        return functions.mask(b + first[0], h + first[1], s + first[2], t, *more)
-
-    # the ranks use differently what these functions capture
-    apart = placed.axes_of(whole_q, range(3))
-    with with_torch_functions(), Inside(apart):
-        return func(q, k, v, _Functions(score, mask), scale)

@@ -376,7 +376,7 @@ _AROUND = (contextlib.__file__, typing_extensions.__file__)
 _WATCHED: CodeType = shown.__code__
 _METHODS = tuple(
     os.path.join(_OURS, "tensor", f"{name}.py")
-    for name in ("dispatch", "dtensor", "api", "shortcuts", "guard")
+    for name in "dispatch dtensor api shortcuts guard optimizer_steps transforms flex_attention".split()
 )
 _WATCHERS = ("observers", "explain", "sanitize", "compare")
 _BELOW = (

@@ -18,7 +18,7 @@ from torch import nn
 
 import espalier
 from espalier.models import GPT, GPTConfig
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 from tests.asked import ASKED
 from tests.ranks.test_plans import drawn_plan
 

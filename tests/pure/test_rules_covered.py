@@ -13,7 +13,7 @@ from espalier.device import MOVES
 from espalier.sharding.spec import rule
 from espalier.tensor import rules
 from espalier.tensor.fallback import function_of
-from espalier.tensor.guard import _attended
+from espalier.tensor.flex_attention import _attended
 from espalier.tensor.rules import RULES, pointwise
 from espalier.tensor.rules.float8 import float8_linear
 from espalier.tensor.rules.pointwise import nonlinear

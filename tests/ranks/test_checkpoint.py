@@ -24,7 +24,7 @@ from espalier.checkpoint import Checkpoint, CheckpointError, Saver, checkpoints,
 from espalier.checkpoint.saver import Staging
 from espalier.engine import checkpointing as state
 from espalier.engine.states import whole_states
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 from tests.asked import ASKED
 from tests.ranks.test_branches import TABLE, Parallel
 from tests.ranks.test_engine import batch, model

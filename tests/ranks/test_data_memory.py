@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as raw
 import espalier
 from espalier.mesh import Mesh
 from espalier.models import build
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 from tests.ranks.test_engine import batch
 
 EVEN = {"vocab_size": 128, "max_positions": 64, "layers": 3, "hidden": 64, "heads": 4}

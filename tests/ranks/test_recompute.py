@@ -19,7 +19,7 @@ from espalier.engine.recompute import chosen, recompute
 from espalier.engine.selective import keep_products
 from espalier.models import build
 from espalier.tensor.dispatch import forget
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 from tests.ranks.test_engine import SIZES, TOLERANCE, apart, batch, model
 
 PER_BLOCK = {"blocks.0": "none", "blocks.*": "full"}

@@ -22,7 +22,7 @@ from espalier.models import build
 from espalier.parallel.data import offloaded_step
 from espalier.parallel.data.residency import Disk, OffloadStore
 from espalier.parallel.data.zero import ZeroState
-from espalier.tensor.dry_runs import LiveMemory
+from espalier.tensor.live_memory import LiveMemory
 from tests.ranks.test_engine import TOLERANCE, apart, batch, model, same_backward
 
 

@@ -14,14 +14,8 @@ from torch import nn
 
 import espalier
 from espalier.models import build
-from espalier.tensor.dry_runs import LiveMemory
-from tests.ranks.test_engine import (
-    TOLERANCE,
-    apart,
-    one_step_ledger,
-    same_over_cut_sequences,
-    sees_cut,
-)
+from espalier.tensor.live_memory import LiveMemory
+from tests.ranks.test_engine import TOLERANCE, apart, one_step_ledger, same_over_cut_sequences, sees_cut
 from tests.zoo.train import compared
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

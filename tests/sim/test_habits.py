@@ -31,7 +31,7 @@ WAITS = {
     "parallel/data/zero.py:ZeroState.precise": "what state_dict() asks for may be off the device",
     "parallel/data/offloaded_step.py:_read_by_host": "the host's update reads a rate that is a tensor",
     "engine/update.py:_hooked": "a program's hook of a step asks for a norm",
-    "tensor/dry_runs.py:equal": "a copy of a model in stages is looked at when it is first called",
+    "tensor/draws.py:equal": "a copy of a model in stages is looked at when it is first called",
 }
 
 AVERAGING = ("recomputed_drawn_and_averaged", "averages_of_weights", "norms_that_are_synchronized")
@@ -140,7 +140,8 @@ def _is_excused(one: Telling, program: str) -> bool:
     # states that the program has made of some that are kept on the host
     taken_over = program == "rows_that_come_later" and one.what == "copy from the host"
     # torch itself asks for a rate that its fused kernels do not read
-    wide_rate = program == "rates_and_metrics_as_tensors" and inner.startswith("tensor/guard.py:_stepping")
+    is_step = inner.startswith("tensor/optimizer_steps.py:_stepping")
+    wide_rate = program == "rates_and_metrics_as_tensors" and is_step
     return is_known or draws or taken_over or wide_rate or (one.what == "item" and program in AVERAGING)
 
 

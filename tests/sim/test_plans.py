@@ -68,7 +68,7 @@ ASYNCHRONOUS = {"sequence_parallel": True, "async_tensor_parallel": True}
 WORD = 4
 """Bytes of the message by which two ranks meet."""
 
-STEP = "tensor/guard.py:_stepping"
+STEP = "tensor/optimizer_steps.py:_stepping"
 """What runs within ``optimizer.step()``."""
 
 UNUSED = {

@@ -18,7 +18,7 @@ from espalier.device import copy_by, host_buffer, is_accelerator, new_stream, pi
 from espalier.parallel.data.disk import Disk, DiskError
 from espalier.parallel.plan import Place
 from espalier.tensor import plain
-from espalier.tensor.dry_runs import unseen
+from espalier.tensor.live_memory import unseen
 from espalier.torch_private import holders_of_memory, raw, version_of
 
 Tensors = list[torch.Tensor]

@@ -43,7 +43,7 @@ from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
-from espalier.tensor.dry_runs import unseen
+from espalier.tensor.live_memory import unseen
 from espalier.tensor.loans import Written
 from espalier.tensor.rules.meta import of_dtensors
 from espalier.tensor.waiting import Seen, WaitingHooks

@@ -28,7 +28,7 @@ from espalier.parallel.pipeline.weight_gradients import backward_for_inputs
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule
 from espalier.parallel.schedules.simulate import Timeline
 from espalier.tensor import DTensor, plain, stamp
-from espalier.tensor.dry_runs import Draw
+from espalier.tensor.draws import Draw
 from espalier.tensor.dtensor import layout_of, redistribute
 from espalier.torch_private import base_of, raw
 

@@ -32,8 +32,8 @@ from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.before import Before, reached
 from espalier.tensor.copies import Apart, on_meta
+from espalier.tensor.draws import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dry_autocast import as_if_for_cpu
-from espalier.tensor.dry_runs import Draw, Drawing, States, draw_again, equal, restore, states
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.traces import put_back, untraced
 from espalier.torch_private import HOOKS, TABLES, own_buffers, own_parameters, raw, unchecked_distributions

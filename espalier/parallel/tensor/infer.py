@@ -45,9 +45,10 @@ from espalier.parallel.tensor.tables import Table, by_table
 from espalier.sharding.spec import Letter, Operand, Spec
 from espalier.tensor.api import knows
 from espalier.tensor.copies import NotCopiedError, apart, on_meta
-from espalier.tensor.dry_runs import DryMemory, Recalled
+from espalier.tensor.dry_runs import Recalled
 from espalier.tensor.dtensor import DTensor, plain, redistribute, stamp
 from espalier.tensor.fallback import _entrance, function_of
+from espalier.tensor.live_memory import DryMemory
 from espalier.tensor.modules import lay_out_parameter
 from espalier.tensor.rules import RULES
 from espalier.torch_private import raw, without_torch_functions
