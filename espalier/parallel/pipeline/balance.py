@@ -1,13 +1,22 @@
-"""Where to cut a line of pieces so that the slowest part is as fast as can be."""
+"""Where a model may be cut, and where to cut it so that the slowest part is as fast as can be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from espalier.parallel.pipeline.record import SplitError
-from espalier.tensor.dry_runs import OpCost
+from torch import nn
 
+from espalier.blocks import named_parameters_in
+from espalier.parallel.pipeline.arguments import Ref, leaves
+from espalier.parallel.pipeline.record import ModuleCall, SplitError, Trace
+from espalier.parallel.pipeline.stand_ins import ModelStandIns
+from espalier.tensor.dry_runs import OpCost
+from espalier.texts import similar
+from espalier.torch_private import own_parameters
+
+_INTENSITY = 10  # operations that take as long as moving a byte
 _GAIN = 0.03  # of the slowest stage's cost, for which a block is divided
 
 
@@ -146,3 +155,143 @@ def _lightest(
         j = best[k][j][2]
         cuts.append(segments[j].name)
     return cuts[::-1]
+
+
+# ---- what a model consists of between the places where it may be cut
+
+
+def segments_of(
+    traced: Trace,
+    model: nn.Module,
+    stand_ins: ModelStandIns,
+    costs: Mapping[str, float] | None = None,
+    deep: Callable[[str], bool] | None = None,
+) -> list[Segment]:
+    """What a model consists of between the places where it may be cut.
+
+    Args:
+        deep: which other calls of modules, by their labels, count as places too, without a look at what a cut
+            there would lose.
+
+    Raises:
+        SplitError: costs are given of modules that there are none of.
+    """
+    passing = _passing(traced)
+    starts = _begins(traced, model)
+    inner = _within(traced, model, stand_ins, starts, passing)
+    if deep is not None:
+        known = {*starts.values(), *inner.values(), 0}
+        for label, call in labels_of(traced).items():
+            if call.start not in known and call.start < len(traced.ops) and deep(label):
+                inner[label] = call.start
+                known.add(call.start)
+    # a model that calls no module is one piece
+    every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
+    ends = [*(start for _, start in every[1:]), len(traced.ops)]
+    sizes = {name: p.numel() * p.dtype.itemsize for name, p in named_parameters_in(model)}
+    if costs is not None and (wrong := [n for n in costs if n and n not in starts and n not in inner]):
+        raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
+    if any(not op.local for op in traced.ops[: every[0][1]]):
+        every, ends = [("", 0), *every], [every[0][1], *ends]  # what the model does itself before
+    result = []
+    begin = 0
+    for (name, _), end in zip(every, ends, strict=True):
+        ops = [op for op in traced.ops[begin:end] if not op.local]
+        work = OpCost()
+        for op in ops:
+            work = work.plus(op.work)
+        used = {n for op in ops for n in op.reads if traced.values[n].source[0] == "parameter"}
+        names_used = frozenset(traced.values[n].source[1] for n in used)
+        cost = float(max(work.flops, 0) + _INTENSITY * work.moved) if costs is None else costs.get(name, 0.0)
+        result.append(
+            Segment(name, cost, {n: sizes[n] for n in names_used}, work, passing[begin], name in inner)
+        )
+        begin = end
+    return result
+
+
+def _passing(traced: Trace) -> list[int]:
+    """For each operation, the bytes of what is not local, made before and used at it or later."""
+    last = {r.number: len(traced.ops) for r in leaves(traced.out, Ref)}
+    for i, op in enumerate(traced.ops):
+        last.update((n, i) for n in op.reads if last.get(n, 0) < i)
+    change = [0] * (len(traced.ops) + 2)
+    for n, end in last.items():
+        value = traced.values[n]
+        if value.source[0] == "op" and not value.local:
+            change[value.source[1] + 1] += value.tensor.nbytes
+            change[end + 1] -= value.tensor.nbytes
+    return list(accumulate(change))
+
+
+def labels_of(traced: Trace) -> dict[str, ModuleCall]:
+    """The calls of modules, by the module's name; ``name@k`` for the k-th."""
+    labels: dict[str, ModuleCall] = {}
+    count: dict[str, int] = {}
+    for call in traced.calls:
+        k = count[call.name] = count.get(call.name, 0) + 1
+        if call.name:
+            labels[call.name if k == 1 else f"{call.name}@{k}"] = call
+    return labels
+
+
+def _begins(traced: Trace, model: nn.Module) -> dict[str, int]:
+    """Where a stage may begin, in order: at blocks of the outermost lists, and beside these."""
+    parts = {
+        name for name, m in model.named_modules()
+        if name and name not in traced.containers and name.rpartition(".")[0] in traced.containers
+    }  # fmt: skip
+    result: dict[str, int] = {}
+    for label, call in labels_of(traced).items():
+        if call.name in parts and call.start not in result.values():
+            result[label] = call.start
+    return dict(sorted(result.items(), key=lambda item: item[1]))
+
+
+def _within(
+    traced: Trace,
+    model: nn.Module,
+    stand_ins: ModelStandIns,
+    starts: Mapping[str, int],
+    passing: Sequence[int],
+) -> dict[str, int]:
+    """Where a stage may begin within such a part: at modules that it calls, where no more is sent than at
+    its own beginning (of the residual stream, not beside it), if nothing is lost when it is divided."""
+    labels, modules = labels_of(traced), dict(model.named_modules())
+    parts = {labels[label].number: labels[label] for label in starts}
+    taken = set(starts.values())
+    result: dict[str, int] = {}
+    for label, call in labels.items():
+        part = parts.get(call.parent)
+        if part is None or call.start in taken or not passing[call.start] <= passing[part.start]:
+            continue
+        divided = modules[part.name]
+        lost = part.name in traced.changed or stand_ins.hooked(divided) or "forward" in vars(divided)
+        if not lost and not own_parameters(divided):
+            result[label] = call.start
+            taken.add(call.start)
+    return result
+
+
+def bounds_of(traced: Trace, cuts: Sequence[str]) -> list[int]:
+    labels = {label: call.start for label, call in labels_of(traced).items()}
+    if wrong := [c for c in cuts if c not in labels]:
+        raise SplitError(_near(wrong, list(labels), "cuts"))
+    bounds = [labels[c] for c in cuts]
+    order = sorted(cuts, key=lambda c: labels[c])
+    if list(cuts) != order:
+        raise SplitError(f"cuts = {list(cuts)} are not in the order in which the model calls them: {order}.")
+    for cut, low, high in zip(cuts, [0, *bounds], bounds, strict=False):
+        if low == high:
+            raise SplitError(
+                f"cuts: before {cut!r} begins, its stage's predecessor would have nothing to do."
+            )
+    return bounds
+
+
+def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
+    lines = [f"{what} name modules that the forward pass does not call:"]
+    for name in wrong:
+        near = similar(name, names, 3)
+        lines.append(f"  {name!r}" + (f": did you mean {', '.join(map(repr, near))}?" if near else ""))
+    return "\n".join(lines)

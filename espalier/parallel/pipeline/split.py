@@ -11,7 +11,6 @@ import copy
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -19,18 +18,25 @@ from torch import nn
 
 from espalier.blocks import named_parameters_in, named_tensors_in, parameters_in, parts
 from espalier.parallel.pipeline.arguments import Ref, leaves, mapped
-from espalier.parallel.pipeline.balance import Segment, balance, joined, whole_blocks
+from espalier.parallel.pipeline.balance import (
+    Segment,
+    balance,
+    bounds_of,
+    joined,
+    labels_of,
+    segments_of,
+    whole_blocks,
+)
 from espalier.parallel.pipeline.objects import closed, traced_output
 from espalier.parallel.pipeline.programs import Divided, Env, ProgramStep, SentValue, marked, parted, same
-from espalier.parallel.pipeline.record import ModuleCall, SplitError, TorchState, Trace, ValuesError
+from espalier.parallel.pipeline.record import SplitError, TorchState, Trace, ValuesError
 from espalier.parallel.pipeline.stand_ins import OF_TORCH, Marks, ModelStandIns, equal
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
-from espalier.tensor.dry_runs import OpCost
 from espalier.tensor.loans import here
 from espalier.tensor.names import Reads
 from espalier.tensor.observers import tell
-from espalier.texts import few, similar
+from espalier.texts import few
 from espalier.torch_private import disable_modes, getter, own_buffers, own_modules, own_parameters, raw
 
 Runner = Callable[["StageProgram", Env, torch.device], None]
@@ -40,7 +46,6 @@ _dtype = getter("dtype")
 _requires_grad = getter("requires_grad")
 _NOT_ASKED = OF_TORCH | {"training", "forward"}  # a trace is told of these otherwise
 ByPlaces = tuple[Sequence[int], Sequence[int]]  # where stages begin, and calls that are not made whole
-_INTENSITY = 10  # operations that take as long as moving a byte
 
 
 class StageProgram:
@@ -205,7 +210,7 @@ class Split:
         self, family: _Family, traced: Trace, cuts: Sequence[str], by_places: ByPlaces | None = None
     ) -> None:
         self._family, self.cuts = family, tuple(cuts)
-        bounds, opened = (_bounds(traced, cuts), ()) if by_places is None else by_places
+        bounds, opened = (bounds_of(traced, cuts), ()) if by_places is None else by_places
         divided = Divided(traced, bounds, family.model, family.stand_ins, opened)
         self.stages = tuple(StageProgram(divided, i, family.model) for i in range(divided.number))
         self._guards = divided.guards()
@@ -379,7 +384,7 @@ class _Family:
             SplitError: parameters are used in another order than that in which they lie.
         """
         try:
-            if missing := [cut for cut in self.cuts if cut not in _labels(traced)]:
+            if missing := [cut for cut in self.cuts if cut not in labels_of(traced)]:
                 raise SplitError(
                     f"Stages begin at {', '.join(map(repr, missing))}, which the model's forward does not "
                     "call this time, and calls others in another order than with the first batch. Let it "
@@ -568,7 +573,7 @@ def split(
     """
     family = _family(model, device, is_cut=cuts is not None)
     traced = family.trace(example)
-    family.segments = segments_of(traced, family, costs)
+    family.segments = segments_of(traced, family.model, family.stand_ins, costs)
     if not divide:
         family.segments = whole_blocks(family.segments)
     if cuts is None:
@@ -609,13 +614,15 @@ def _anywhere(
 ) -> list[Segment]:
     """What a model consists of between all places where it may be cut alone, however deep."""
     whole = () if divide else tuple(f"{name}." for name in parts(family.model))
-    every = segments_of(traced, family, costs, lambda label: not label.startswith(whole))
+    every = segments_of(
+        traced, family.model, family.stand_ins, costs, lambda label: not label.startswith(whole)
+    )
     legal = {every[0].name}
     for segment in every[1:]:
         if segment.name.startswith(whole):
             continue
         try:
-            Divided(traced, _bounds(traced, [segment.name]), family.model, family.stand_ins)
+            Divided(traced, bounds_of(traced, [segment.name]), family.model, family.stand_ins)
         except SplitError:
             continue
         legal.add(segment.name)
@@ -636,7 +643,7 @@ def in_segments(
     """
     family = _family(model, device, dtype)
     traced = family.trace(example)
-    names = [p.name for p in segments_of(traced, family) if divide or not p.within]
+    names = [p.name for p in segments_of(traced, family.model, family.stand_ins) if divide or not p.within]
     return names, Split(family, traced, names[1:]).stages, family.stand_ins
 
 
@@ -646,138 +653,6 @@ def _family(
     if device is None:
         device = next((p.device for p in parameters_in(model) if not p.is_meta), torch.device("cpu"))
     return _Family(model, ModelStandIns(model, device, dtype), device, is_cut)
-
-
-def segments_of(
-    traced: Trace,
-    family: _Family,
-    costs: Mapping[str, float] | None = None,
-    deep: Callable[[str], bool] | None = None,
-) -> list[Segment]:
-    """What a model consists of between the places where it may be cut.
-
-    Args:
-        deep: which other calls of modules, by their labels, count as places too, without a look at what a cut
-            there would lose.
-
-    Raises:
-        SplitError: costs are given of modules that there are none of.
-    """
-    passing = _passing(traced)
-    starts = _begins(traced, family.model)
-    inner = _within(traced, family, starts, passing)
-    if deep is not None:
-        known = {*starts.values(), *inner.values(), 0}
-        for label, call in _labels(traced).items():
-            if call.start not in known and call.start < len(traced.ops) and deep(label):
-                inner[label] = call.start
-                known.add(call.start)
-    # a model that calls no module is one piece
-    every = sorted({**starts, **inner}.items(), key=lambda item: item[1]) or [("", 0)]
-    ends = [*(start for _, start in every[1:]), len(traced.ops)]
-    sizes = {name: p.numel() * p.dtype.itemsize for name, p in named_parameters_in(family.model)}
-    if costs is not None and (wrong := [n for n in costs if n and n not in starts and n not in inner]):
-        raise SplitError(_near(wrong, [name for name, _ in every], "costs"))
-    if any(not op.local for op in traced.ops[: every[0][1]]):
-        every, ends = [("", 0), *every], [every[0][1], *ends]  # what the model does itself before
-    result = []
-    begin = 0
-    for (name, _), end in zip(every, ends, strict=True):
-        ops = [op for op in traced.ops[begin:end] if not op.local]
-        work = OpCost()
-        for op in ops:
-            work = work.plus(op.work)
-        used = {n for op in ops for n in op.reads if traced.values[n].source[0] == "parameter"}
-        names_used = frozenset(traced.values[n].source[1] for n in used)
-        cost = float(max(work.flops, 0) + _INTENSITY * work.moved) if costs is None else costs.get(name, 0.0)
-        result.append(
-            Segment(name, cost, {n: sizes[n] for n in names_used}, work, passing[begin], name in inner)
-        )
-        begin = end
-    return result
-
-
-def _passing(traced: Trace) -> list[int]:
-    """For each operation, the bytes of what is not local, made before and used at it or later."""
-    last = {r.number: len(traced.ops) for r in leaves(traced.out, Ref)}
-    for i, op in enumerate(traced.ops):
-        last.update((n, i) for n in op.reads if last.get(n, 0) < i)
-    change = [0] * (len(traced.ops) + 2)
-    for n, end in last.items():
-        value = traced.values[n]
-        if value.source[0] == "op" and not value.local:
-            change[value.source[1] + 1] += value.tensor.nbytes
-            change[end + 1] -= value.tensor.nbytes
-    return list(accumulate(change))
-
-
-def _labels(traced: Trace) -> dict[str, ModuleCall]:
-    """The calls of modules, by the module's name; ``name@k`` for the k-th."""
-    labels: dict[str, ModuleCall] = {}
-    count: dict[str, int] = {}
-    for call in traced.calls:
-        k = count[call.name] = count.get(call.name, 0) + 1
-        if call.name:
-            labels[call.name if k == 1 else f"{call.name}@{k}"] = call
-    return labels
-
-
-def _begins(traced: Trace, model: nn.Module) -> dict[str, int]:
-    """Where a stage may begin, in order: at blocks of the outermost lists, and beside these."""
-    parts = {
-        name for name, m in model.named_modules()
-        if name and name not in traced.containers and name.rpartition(".")[0] in traced.containers
-    }  # fmt: skip
-    result: dict[str, int] = {}
-    for label, call in _labels(traced).items():
-        if call.name in parts and call.start not in result.values():
-            result[label] = call.start
-    return dict(sorted(result.items(), key=lambda item: item[1]))
-
-
-def _within(
-    traced: Trace, family: _Family, starts: Mapping[str, int], passing: Sequence[int]
-) -> dict[str, int]:
-    """Where a stage may begin within such a part: at modules that it calls, where no more is sent than at
-    its own beginning (of the residual stream, not beside it), if nothing is lost when it is divided."""
-    labels, modules = _labels(traced), dict(family.model.named_modules())
-    parts = {labels[label].number: labels[label] for label in starts}
-    taken = set(starts.values())
-    result: dict[str, int] = {}
-    for label, call in labels.items():
-        part = parts.get(call.parent)
-        if part is None or call.start in taken or not passing[call.start] <= passing[part.start]:
-            continue
-        divided = modules[part.name]
-        lost = part.name in traced.changed or family.stand_ins.hooked(divided) or "forward" in vars(divided)
-        if not lost and not own_parameters(divided):
-            result[label] = call.start
-            taken.add(call.start)
-    return result
-
-
-def _bounds(traced: Trace, cuts: Sequence[str]) -> list[int]:
-    labels = {label: call.start for label, call in _labels(traced).items()}
-    if wrong := [c for c in cuts if c not in labels]:
-        raise SplitError(_near(wrong, list(labels), "cuts"))
-    bounds = [labels[c] for c in cuts]
-    order = sorted(cuts, key=lambda c: labels[c])
-    if list(cuts) != order:
-        raise SplitError(f"cuts = {list(cuts)} are not in the order in which the model calls them: {order}.")
-    for cut, low, high in zip(cuts, [0, *bounds], bounds, strict=False):
-        if low == high:
-            raise SplitError(
-                f"cuts: before {cut!r} begins, its stage's predecessor would have nothing to do."
-            )
-    return bounds
-
-
-def _near(wrong: Sequence[str], names: list[str], what: str) -> str:
-    lines = [f"{what} name modules that the forward pass does not call:"]
-    for name in wrong:
-        near = similar(name, names, 3)
-        lines.append(f"  {name!r}" + (f": did you mean {', '.join(map(repr, near))}?" if near else ""))
-    return "\n".join(lines)
 
 
 def _has_tensors(m: nn.Module) -> bool:
