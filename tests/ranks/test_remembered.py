@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import espalier
 from espalier.comm.control import gather_objects
-from espalier.engine import micro_batches
+from espalier.engine import stage_draws
 from espalier.parallel.compose import UndividedWarning
 from espalier.parallel.pipeline import remembered
 
@@ -538,7 +538,7 @@ def told_of_what_is_slow_or_other() -> None:
     model: Any = Net(Unsure)
     plan = {"pipe": 2, "cuts": ("c",)}
     given, optimizer = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
-    micro_batches._warn_of_draws.cache_clear()
+    stage_draws._warn_of_draws.cache_clear()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         patch.setattr(remembered, "_MUCH", 1 << 14)
         warnings.simplefilter("always")
