@@ -259,8 +259,9 @@ def sees(rank: int, world: int) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="unique has no sharding rule")
             engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
-            with pytest.warns(UserWarning, match="all labels of a micro-batch together"):
+            with pytest.warns(UserWarning, match="all labels of a micro-batch together") as told:
                 engine.accumulate(engine.cut((x, y, m)))
+            assert {one.filename for one in told if "together" in str(one.message)} == {__file__}
             engine.finish_gradients()
             engine = espalier.initialize(Regression(loss).double(), None, {"data": world, "accumulate": 2})
             if i < 2:  # what all micro-batches answer alike, the whole batch does
