@@ -29,8 +29,7 @@ from espalier.parallel.pipeline.arguments import leaves
 from espalier.parallel.pipeline.left import LeftByForwards
 from espalier.parallel.pipeline.objects import closed, opened, sendable
 from espalier.parallel.pipeline.remembered import Memory, Snapshot, copied, put, snapshot
-from espalier.parallel.pipeline.runtime import InferredShapes, Trees
-from espalier.parallel.pipeline.shape_inference import taken_apart
+from espalier.parallel.pipeline.runtime import InferredShapes, Tensors
 from espalier.parallel.pipeline.single_rank import SingleRank, as_plain
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.parallel.pipeline.weight_gradients import DeferredWeightGrads, PutOffDry
@@ -169,7 +168,7 @@ class MicroBatches:
     def _entered(self, part: Any) -> Any:
         return tree_map(self._call.cast, self._call.parted(part)[0])
 
-    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
+    def _called(self, program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
         with self._call.autocast():
             return program(received, inputs, runner)
 
@@ -212,7 +211,7 @@ class MicroBatches:
                 for left in self._left.values():
                     left.go_on()
 
-    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
+    def forward(self, stage: int, micro_batch: int, received: Tensors) -> Sequence[torch.Tensor]:
         programs, runner = self._splits[micro_batch].stages, self._runner(stage, micro_batch)
         put_off = (stage, micro_batch) in self._put_off
         self._of.begin()
@@ -220,10 +219,10 @@ class MicroBatches:
             self._left[stage].forward(micro_batch)
         with self._puts_off(programs[stage]) if put_off else nullcontext():
             if stage + 1 < len(programs):
-                return taken_apart(self._computed(micro_batch, programs[stage], received, runner))[0]
+                return self._computed(micro_batch, programs[stage], received, runner)
             return self._last(micro_batch, programs[stage], received, runner)
 
-    def _computed(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Any:
+    def _computed(self, micro_batch: int, program: Any, received: Tensors, runner: Any) -> Any:
         """What a stage gives; it draws what one process would draw in its place."""
         compute = partial(self._called, program, received, self._inputs[micro_batch], runner)
         rolls = program.number == self._splits[micro_batch].dice
@@ -242,7 +241,7 @@ class MicroBatches:
         is_done = self._is_plain and self._call.casts is None  # as autocast's casts are between
         return watching(PutOffDry(parameters, self._later)) if is_done else nullcontext()
 
-    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
+    def _last(self, micro_batch: int, program: Any, received: Tensors, runner: Any) -> Sequence[torch.Tensor]:
         part = self._parts[micro_batch]
 
         def forward(part: Any) -> torch.Tensor:
@@ -314,7 +313,7 @@ class Prediction(MicroBatches):
         with torch.set_grad_enabled(self._has_graph):
             super().__init__(of, *args, **options)
 
-    def _called(self, program: Any, received: Trees, inputs: Any, runner: Any) -> Any:
+    def _called(self, program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
         # what could not be looked into may take gradients itself
         with torch.set_grad_enabled(self._was_asked if program.is_opaque else self._has_graph):
             return super()._called(program, received, inputs, runner)
@@ -328,7 +327,7 @@ class Prediction(MicroBatches):
     def _entered(self, part: Any) -> Any:
         return part
 
-    def _last(self, micro_batch: int, program: Any, received: Trees, runner: Any) -> Sequence[torch.Tensor]:
+    def _last(self, micro_batch: int, program: Any, received: Tensors, runner: Any) -> Sequence[torch.Tensor]:
         whole = plain_output(opened(self._computed(micro_batch, program, received, runner)))
         if isinstance(program, WholeProgram):  # no other rank knows its form
             self.output = whole

@@ -604,8 +604,7 @@ class Undivided:
         self.first: dict[Place, Any] = {}
         self.stages = tuple(WholeProgram(i, model if i == last else None) for i in range(number))
         nothing = ((),) * last
-        rebuild: tuple[Callable[[Any], tuple[Any, ...]], ...] = (tuple,) * last
-        self._agreed = InferredShapes(nothing, nothing, False, rebuild, ((),) * number, {})
+        self._agreed = InferredShapes(nothing, nothing, False, ((),) * number, {})
 
     def on(self, model: nn.Module) -> Undivided:
         """The same of another model."""

@@ -32,7 +32,7 @@ from espalier.tensor.draws import Draw
 from espalier.tensor.dtensor import layout_of, redistribute
 from espalier.torch_private import base_of, raw
 
-Trees = tuple[Any, ...]
+Tensors = tuple[torch.Tensor, ...]
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 _OTHER = {
     ActionKind.SEND_F: ActionKind.RECV_F,
@@ -61,10 +61,9 @@ class InferredShapes(NamedTuple):
     """What is known of a micro-batch before it runs.
 
     Attributes:
-        wires: of each stage but the last, the tensors among its outputs.
+        wires: of each stage but the last, its outputs.
         returns: of each of them, whether a gradient may come back: what the loss hangs on has one.
         tells: whether a stage tells the one before which of these have.
-        rebuild: of each stage but the last, its outputs from these tensors.
         draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
         after: the attributes that modules set, by module's name and their own, as they are then.
@@ -73,7 +72,6 @@ class InferredShapes(NamedTuple):
     wires: tuple[tuple[Wire, ...], ...]
     returns: tuple[tuple[bool, ...], ...]
     tells: bool
-    rebuild: tuple[Callable[[Sequence[torch.Tensor]], Trees], ...]
     draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, SingleRank]
     after: Mapping[tuple[str, str], Any] = MappingProxyType({})
@@ -88,8 +86,8 @@ class StageWork(Protocol):
     def phase(self, name: str) -> None:
         """A ``"forward"`` or a ``"backward"`` begins."""
 
-    def forward(self, stage: int, micro_batch: int, received: Trees) -> Sequence[torch.Tensor]:
-        """The tensors among a stage's outputs; of the last one, the loss."""
+    def forward(self, stage: int, micro_batch: int, received: Tensors) -> Sequence[torch.Tensor]:
+        """A stage's outputs; of the last one, the loss."""
 
     def weight(self, micro_batch: int) -> torch.Tensor:
         """The gradient with which the backward pass of a loss begins, plain."""
@@ -341,7 +339,7 @@ class Runtime:
     def _f(self, action: Action) -> None:
         _, stage, micro = action
         leaves: list[torch.Tensor] = []
-        received: Trees = ()
+        received: Tensors = ()
         if stage:
             wires = self._agreed[micro].wires[stage - 1]
             entered = []
@@ -352,7 +350,7 @@ class Runtime:
                         x = x.view_as(x)  # no leaf, on which a mark or another class would stay
                     lies = None if wire.lies is None else Layout.of(self._stage_mesh, *wire.lies)
                     entered.append(x if lies is None else stamp(x, lies))
-            received = self._agreed[micro].rebuild[stage - 1](entered)
+            received = tuple(entered)
             del entered
         outs = list(self._work.forward(stage, micro, received))
         del received

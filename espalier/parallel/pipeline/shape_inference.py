@@ -26,7 +26,7 @@ from espalier.parallel.pipeline.objects import opened
 from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.remembered import copied, form_of, may_be_told, put, value_at
-from espalier.parallel.pipeline.runtime import InferredShapes, Trees, Wire, wire_of
+from espalier.parallel.pipeline.runtime import InferredShapes, Tensors, Wire, wire_of
 from espalier.parallel.pipeline.single_rank import Followed, SingleRank, SingleRankStudy
 from espalier.parallel.pipeline.split import Split, StageProgram
 from espalier.tensor import DTensor, stamp
@@ -41,7 +41,7 @@ from espalier.trees import flatten, nodes_from, unflatten
 
 _MOST_KNOWN = 256
 
-Forward = Callable[[Any, Trees, Any, Any], Any]
+Forward = Callable[[Any, Tensors, Any, Any], Any]
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -183,9 +183,9 @@ class ShapeInference:
         device = torch.device("cpu") if self._here.is_dry else self._here.device()
         drawn, before = states(device), Before(reached(self._twin), {}, None, [], whole=True)
         own = [put_back(x) for program in programs for x in program.generators()]
-        wires, rebuilds, draws = [], [], []
+        wires, draws = [], []
         alone: dict[int, SingleRank] = {}
-        received: Callable[[], Trees] = tuple
+        received: Callable[[], Tensors] = tuple
         graph = _Graph([*parameters_in(self._twin), *flatten(inputs)[0]])
         try:
             for i, program in enumerate(programs):
@@ -207,13 +207,11 @@ class ShapeInference:
                         alone[i] = inferred.on(self._here)
                 if last:
                     break
-                tensors, rebuild = taken_apart(out)
-                bare = tuple(map(wire_of, tensors))
+                bare = tuple(map(wire_of, out))
                 # autocast does nothing without data; the trace knows what it does
                 dtypes = (value.dtype for value in program.outputs)
                 wires.append(tuple(w._replace(dtype=d) for w, d in zip(bare, dtypes, strict=True)))
-                rebuilds.append(rebuild)
-                received = partial(_received, tensors, bare, rebuild)
+                received = partial(_received, out, bare)
             values = {place: value_at(self._twin, *place) for place in sets}
             after = {place: copied(x) for place, x in values.items() if may_be_told(x)}
         finally:
@@ -223,7 +221,7 @@ class ShapeInference:
                 back()
         returns = graph.returns()
         tells = not graph.is_sure
-        return InferredShapes(tuple(wires), returns, tells, tuple(rebuilds), tuple(draws), alone, after)
+        return InferredShapes(tuple(wires), returns, tells, tuple(draws), alone, after)
 
 
 _NAMES = (list, tuple, set, frozenset)
@@ -302,7 +300,7 @@ class _Graph:
         self._ins: list[list[Any]] = []
         self._outs: list[list[Any]] = []
 
-    def enter(self, received: Trees) -> None:
+    def enter(self, received: Tensors) -> None:
         """What a stage is given."""
         self._ins.append(_nodes_of(received))
 
@@ -338,9 +336,9 @@ class _Graph:
         return reached
 
 
-def _nodes_of(tree: Any) -> list[Any]:
+def _nodes_of(tensors: Tensors) -> list[Any]:
     with raw():
-        return [x.grad_fn for x in taken_apart(tree)[0]]
+        return [x.grad_fn for x in tensors]
 
 
 def _nodes_of_output(out: Any) -> list[Any]:
@@ -349,31 +347,14 @@ def _nodes_of_output(out: Any) -> list[Any]:
         return [x.grad_fn for x in leaves_of_output(opened(out), torch.Tensor)]
 
 
-def taken_apart(out: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Trees]]:
-    """The tensors in what a stage gives, and what puts it together again from others."""
-    if type(out) is tuple and all(isinstance(x, torch.Tensor) for x in out):
-        return list(out), tuple
-    leaves, form = flatten(out)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-
-    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        leaves = list(rest)
-        for i, x in zip(places, tensors, strict=True):
-            leaves[i] = x
-        return unflatten(leaves, form)
-
-    return [leaves[i] for i in places], rebuild
-
-
 def _once_more(
-    forward: Forward, program: StageProgram, received: Callable[[], Trees], inputs: Any, alone: SingleRank
+    forward: Forward, program: StageProgram, received: Callable[[], Tensors], inputs: Any, alone: SingleRank
 ) -> None:
     forward(program, received(), inputs, alone)
 
 
-def _received(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], rebuild: Callable[..., Trees]) -> Trees:
-    return rebuild([_fresh(x, wire) for x, wire in zip(tensors, wires, strict=True)])
+def _received(tensors: Tensors, wires: Sequence[Wire]) -> Tensors:
+    return tuple(_fresh(x, wire) for x, wire in zip(tensors, wires, strict=True))
 
 
 def _fresh(x: torch.Tensor, wire: Wire) -> torch.Tensor:
