@@ -73,7 +73,7 @@ def tree_of(
             for key in sorted(states, key=str):  # on other ranks they may have come in another order
                 x = states[key]
                 if isinstance(x, torch.Tensor) and (is_beside(name) or saves(name)):
-                    on = _layout(p).mesh if isinstance(p, DTensor) else mesh
+                    on = layout_of(p).mesh if isinstance(p, DTensor) else mesh
                     tree[f"optimizer.state.{name}.{key}"] = _lying(x, on, steady=x.ndim > 0)
     return tree
 
@@ -295,14 +295,14 @@ class Loading:
                 if isinstance(x, nn.Parameter):  # it is plain yet, or frozen
                     self.fill(x)
                 else:
-                    self.read(f"model.{name}", x.detach(), self._lies(x))
+                    self.read(f"model.{name}", x.detach(), layout_of(x, self._mesh))
             for name, p in named_trained(self._module, self._optimizer):
                 if is_beside(name):
                     self.fill(p)
 
     def fill(self, p: torch.Tensor) -> None:
         """A parameter, and its states."""
-        layout, name = self._lies(p), self._names.get(id(p))
+        layout, name = layout_of(p, self._mesh), self._names.get(id(p))
         if name is None or not layout.mesh.is_member:  # the program has put another in its place
             return
         with raw():
@@ -325,9 +325,6 @@ class Loading:
             self.read(f"optimizer.state.{name}.{key}", x, lies)
             state[key] = stamp(x, lies) if entry.shape and stamped else x
         return {**state, **self._others.get(name, {})}
-
-    def _lies(self, x: torch.Tensor) -> Layout:
-        return _layout(x) if isinstance(x, DTensor) else Layout.replicated(self._mesh, tuple(x.shape))
 
     def read(self, name: str, local: torch.Tensor, layout: Layout) -> None:
         """What this rank holds of one tensor."""
@@ -360,7 +357,7 @@ def held(p: nn.Parameter) -> torch.Tensor:
     """See :meth:`espalier.Engine.held_parameter`."""
     with raw():
         here = plain(p.detach()).clone()
-        return stamp(here, _layout(p)) if isinstance(p, DTensor) else here
+        return stamp(here, layout_of(p)) if isinstance(p, DTensor) else here
 
 
 def set_parameters(own: EngineState, data: ZeroState | None, values: Values) -> None:
@@ -381,10 +378,10 @@ def set_parameters(own: EngineState, data: ZeroState | None, values: Values) -> 
 
     def fill(p: torch.Tensor) -> None:
         value = values.get(p)
-        if value is None or not (layout := _layout(p)).mesh.is_member:
+        if value is None or not (layout := layout_of(p)).mesh.is_member:
             return
         if isinstance(value, DTensor):
-            part = plain(carry_out(plain(value.detach()), _layout(value), layout))
+            part = plain(carry_out(plain(value.detach()), layout_of(value), layout))
         else:
             part = value.detach()[local_box(layout).slices]
         with raw():
@@ -436,13 +433,9 @@ def set_options(optimizer: torch.optim.Optimizer, module: nn.Module, groups: lis
 
 def _lying(x: torch.Tensor, mesh: Mesh, *, steady: bool = False) -> Lying:
     with raw():
-        if type(x) is DTensor or isinstance(x, DTensor):
+        if isinstance(x, DTensor):
             return Lying(plain(x.detach()), x._layout.own, steady and not is_handed_out(x))
         return Lying(x.detach(), Layout.replicated(mesh, tuple(x.shape)), steady)
-
-
-def _layout(p: torch.Tensor) -> Layout:
-    return p._layout.own  # type: ignore[attr-defined]
 
 
 def _mesh_of(module: nn.Module, name: str, mesh: Mesh) -> Mesh:
@@ -451,7 +444,7 @@ def _mesh_of(module: nn.Module, name: str, mesh: Mesh) -> Mesh:
     while path:
         path = path.rpartition(".")[0]
         meshes = {
-            _layout(p).mesh for p in parameters_in(module.get_submodule(path)) if isinstance(p, DTensor)
+            layout_of(p).mesh for p in parameters_in(module.get_submodule(path)) if isinstance(p, DTensor)
         }
         if meshes:
             return meshes.pop() if len(meshes) == 1 else mesh
