@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from espalier.comm.control import numbers_of_all
+from espalier.engine.batches import Batches
 from espalier.mesh import Mesh
+from espalier.parallel.plan import Plan
 from espalier.tensor import DTensor
 from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.observers import tell
@@ -52,6 +54,19 @@ class GivenBatches:
         self._is_own = False
         self._compared, self._looks = False, True
         self._undo: Callable[[], object] = lambda: None
+
+    @classmethod
+    def of(cls, batches: Batches, plan: Plan, mesh: Mesh) -> Self:
+        """Those of a plan, on all of its mesh."""
+        here = batches.mesh  # in a pipeline that of this rank's stages
+        # a stage may do with a part of the batch
+        place = mesh.coordinate[mesh.axis("pipe")] if plan.pipe > 1 else 0
+        # ranks of tensor axes that cut rows may well be given the same ones
+        readers = math.prod(here.shape[a] for a in batches.axes if here.names[a] in plan.data_axes)
+        # of a sequence that is cut ranks may have been given their parts
+        apart = [*batches.axes, *(a for a, name in enumerate(here.names) if name == "context")]
+        own = here.place(apart), math.prod(here.shape[a] for a in apart)
+        return cls(mesh, place, plan.pipe, readers, own)
 
     def note(self, batch: Any, own: bool = False) -> None:
         """Look at a batch that is about to be trained on; ``own``: at this rank's rows of one."""

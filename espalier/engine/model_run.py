@@ -279,7 +279,7 @@ class ModelRun:
                 is_value = self.is_own or self._passes.plan.accumulate == 1
                 out = self.value() if is_value else self._aside(self._inputs)[0]
                 known[key] = known[self._form_key] = mapped(like, opened(out))
-        return closed(mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, known[key]))
+        return closed(cloned(known[key]))
 
     def form(self) -> Any:
         """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""

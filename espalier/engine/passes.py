@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -278,15 +277,7 @@ class Passes(ABC):
         self.accumulation: Accumulation | None = self.averaging
         self.seen = SeenGradients(call.module, mesh, call.plan, weakref.WeakMethod(self.counted), scaler)
         self.traffic = Traffic(mesh)
-        # a stage may do with a part of the batch
-        place = mesh.coordinate[mesh.axis("pipe")] if call.plan.pipe > 1 else 0
-        # ranks of tensor axes that cut rows may well be given the same ones
-        reading = [a for a in call.batches.axes if call.mesh.names[a] in call.plan.data_axes]
-        readers = math.prod(call.mesh.shape[a] for a in reading)
-        # of a sequence that is cut ranks may have been given their parts
-        apart = [*call.batches.axes, *(a for a, name in enumerate(call.mesh.names) if name == "context")]
-        own = call.mesh.place(apart), math.prod(call.mesh.shape[a] for a in apart)
-        self.first_batches = GivenBatches(mesh, place, call.plan.pipe, readers, own)
+        self.first_batches = GivenBatches.of(call.batches, call.plan, mesh)
         self.pulse = Watchdog(Faults())
         self.is_syncing = True
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
