@@ -26,7 +26,7 @@ from torch.distributions import Distribution, kl_divergence
 from torch.distributions.kl import register_kl
 
 from espalier.device import is_accelerator
-from espalier.engine.changed import asked_after_step
+from espalier.engine.call_states import asked_after_step
 from espalier.engine.going_back import gone_back, hand_on, handed_out
 from espalier.engine.kept import (
     PARTS,

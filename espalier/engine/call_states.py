@@ -7,17 +7,21 @@ finds what the first run has found; and what it leaves, it leaves once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, cast
+
+import torch
 
 from espalier.engine.passes import ModelCall
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline.remembered import Memory
+from espalier.tensor import DTensor
 from espalier.tensor.before import Before
 from espalier.tensor.draws import States, equal, restore, states
+from espalier.tensor.loans import written_mark
 from espalier.tensor.traces import Generators, names_put_back
 
 
@@ -200,3 +204,40 @@ class CallStates:
             restore(self._device, drawn)
             before.put()
             raise
+
+
+# ---- tensors that it is given, and that are written to before it has run
+
+
+Mark = tuple[torch.Tensor, int]  # and how often it was written to, but past autograd (x.data)
+
+
+def marks_of(tensors: Iterable[torch.Tensor]) -> list[Mark]:
+    """Of plain tensors, what tells later whether they were written to."""
+    return [(x, written_mark(x)[0]) for x in tensors if not isinstance(x, DTensor) and not x.is_inference()]
+
+
+def refuse_changed(marks: Iterable[Mark]) -> None:
+    """See that tensors are as they were.
+
+    Raises:
+        ValueError: one was written to.
+    """
+    changed = next((x for x, mark in marks if written_mark(x)[0] != mark), None)
+    if changed is not None:
+        raise ValueError(
+            f"A tensor of shape {tuple(changed.shape)} was written to since the model, "
+            "or what is made of its output, was given it. In a pipeline that is computed when the loss goes "
+            "back, or when a value is asked for: ask before the write (x.item(), x.detach().sum()), or give "
+            "a copy (x.clone())."
+        )
+
+
+def asked_after_step() -> ValueError:
+    """A value is asked for that was not kept, and hangs on parameters that a step has changed since."""
+    return ValueError(
+        "A value of the model's output is asked for after optimizer.step(). In a pipeline it was not "
+        "kept, and the parameters are others now. Ask for it before the step (x.item(), x.detach().sum()); "
+        "or after the first step too: then the output is kept in each, but not what is made of it with "
+        "parameters, as by a call of one of the model's modules."
+    )

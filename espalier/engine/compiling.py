@@ -14,7 +14,7 @@ from espalier.engine.recompute import chosen, recompute_in_graphs
 from espalier.engine.selective import Policy, Tracing, keep_products
 from espalier.parallel import Plan
 from espalier.parallel.experts import stacks
-from espalier.parallel.pipeline.stand_ins import caching, uncached
+from espalier.parallel.pipeline.model_stand_ins import caching, uncached
 from espalier.tensor.alike import Alike
 from espalier.tensor.compiled import Backend, compile_forward, compiler_of_blocks
 from espalier.tensor.observers import tell

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from espalier.engine.accumulation import OfAll
-from espalier.engine.changed import Mark, marks_of, refuse_changed
+from espalier.engine.call_states import Mark, marks_of, refuse_changed
 from espalier.engine.model_run import ModelRun
 from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.record import TorchState

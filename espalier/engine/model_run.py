@@ -21,8 +21,7 @@ from espalier.comm.control import any_says, gather_objects
 from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.batches import Own
 from espalier.engine.beside import check_beside, share_gradients
-from espalier.engine.call_states import CallStates, Surroundings
-from espalier.engine.changed import asked_after_step, marks_of, refuse_changed
+from espalier.engine.call_states import CallStates, Surroundings, asked_after_step, marks_of, refuse_changed
 from espalier.engine.full_model import on_all_ranks, replaced, whole_output
 from espalier.engine.given_batches import GivenBatches
 from espalier.engine.norm import LossScaler

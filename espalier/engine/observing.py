@@ -23,8 +23,8 @@ from espalier.comm.control import Ballot, compared_with_first, gather_objects, n
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline import ActionKind
 from espalier.parallel.pipeline.arguments import leaves, mapped
+from espalier.parallel.pipeline.model_stand_ins import hooks_of
 from espalier.parallel.pipeline.observed import Observed, is_of_modules, only_looks
-from espalier.parallel.pipeline.stand_ins import hooks_of
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import full_tensor
 from espalier.tensor.names import made_in

@@ -43,8 +43,8 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.measure import measured_by_all
+from espalier.parallel.pipeline.model_stand_ins import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
-from espalier.parallel.pipeline.stand_ins import hooks_of, observed
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import espalier
 from espalier.comm.control import gather_objects
+from espalier.parallel.pipeline.model_stand_ins import ModelStandIns
 from espalier.parallel.pipeline.record import SplitError
-from espalier.parallel.pipeline.stand_ins import ModelStandIns
 
 F64 = torch.float64
 TOLERANCE = 1e-12

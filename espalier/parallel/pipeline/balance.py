@@ -10,8 +10,8 @@ from torch import nn
 
 from espalier.blocks import named_parameters_in
 from espalier.parallel.pipeline.arguments import Ref, leaves
+from espalier.parallel.pipeline.model_stand_ins import ModelStandIns
 from espalier.parallel.pipeline.record import ModuleCall, SplitError, Trace
-from espalier.parallel.pipeline.stand_ins import ModelStandIns
 from espalier.tensor.dry_runs import OpCost
 from espalier.texts import similar
 from espalier.torch_private import own_parameters

@@ -13,6 +13,7 @@ from torch import nn
 
 from espalier.blocks import named_tensors_in, parameters_in
 from espalier.parallel.pipeline.arguments import Part, Ref, leaves, mapped
+from espalier.parallel.pipeline.model_stand_ins import ModelStandIns
 from espalier.parallel.pipeline.objects import PLAIN, holds_tensors
 from espalier.parallel.pipeline.record import (
     Again,
@@ -27,7 +28,6 @@ from espalier.parallel.pipeline.record import (
     answered,
     name_of,
 )
-from espalier.parallel.pipeline.stand_ins import ModelStandIns
 from espalier.tensor.before import is_of_torch
 from espalier.torch_private import own_buffers, own_parameters
 

@@ -22,14 +22,14 @@ from espalier.comm.collectives import broadcast_
 from espalier.comm.control import bytes_of_all, numbers_of_all, speaks_on
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.record import Trace
-from espalier.parallel.pipeline.stand_ins import (
+from espalier.parallel.pipeline.model_stand_ins import (
     DICTS,
     ModelStandIns,
     hooks_in,
     is_flag_of_hooks,
     newly_hooked,
 )
+from espalier.parallel.pipeline.record import Trace
 from espalier.parallel.pipeline.unset import Hidden
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.before import is_of_torch

@@ -27,10 +27,10 @@ from espalier.parallel.pipeline.balance import (
     segments_of,
     whole_blocks,
 )
+from espalier.parallel.pipeline.model_stand_ins import OF_TORCH, Marks, ModelStandIns, equal
 from espalier.parallel.pipeline.objects import closed, traced_output
 from espalier.parallel.pipeline.programs import Divided, Env, ProgramStep, SentValue, marked, parted, same
 from espalier.parallel.pipeline.record import SplitError, TorchState, Trace, ValuesError
-from espalier.parallel.pipeline.stand_ins import OF_TORCH, Marks, ModelStandIns, equal
 from espalier.parallel.pipeline.trace import trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.loans import here

@@ -23,8 +23,15 @@ from torch.overrides import TorchFunctionMode
 from espalier.blocks import blocks, named_parameters_in, parameters_in
 from espalier.meanwhile import having
 from espalier.parallel.pipeline.arguments import Part, Ref, called, leaves, mapped
+from espalier.parallel.pipeline.model_stand_ins import (
+    ModelStandIns,
+    Outside,
+    hooks_in,
+    is_flag_of_hooks,
+    newly_hooked,
+    unlike,
+)
 from espalier.parallel.pipeline.objects import closed, opened
-from espalier.parallel.pipeline.outside import Outside
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
@@ -43,13 +50,6 @@ from espalier.parallel.pipeline.record import (
     storage_of,
 )
 from espalier.parallel.pipeline.remembered import Place, gradients_left, may_be_told, says_data, value_at
-from espalier.parallel.pipeline.stand_ins import (
-    ModelStandIns,
-    hooks_in,
-    is_flag_of_hooks,
-    newly_hooked,
-    unlike,
-)
 from espalier.sharding.spec import bound_to
 from espalier.tensor.before import is_of_torch
 from espalier.tensor.copies import Apart, NotCopiedError
