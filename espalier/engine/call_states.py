@@ -7,9 +7,11 @@ finds what the first run has found; and what it leaves, it leaves once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -25,13 +27,36 @@ from espalier.tensor.loans import written_mark
 from espalier.tensor.traces import Generators, names_put_back
 
 
+@dataclass
+class LoopCalls:
+    """What the calls of a model in stages, by a plain loop, know of one another.
+
+    Attributes:
+        numbers: theirs.
+        to_run: those that have not run yet, in their order.
+        draws: whether such a one draws random numbers; None: not known.
+        keeps_outputs: whether outputs of training passes are kept behind the first step.
+        output_shapes: what is given, on ``meta``, by what that follows from.
+        row_dims: the dim of each tensor in it that has the rows.
+        known_losses: by what is done in them, whether losses are computed on parts of the rows.
+    """
+
+    numbers: Iterator[int] = field(default_factory=count)
+    to_run: list[Any] = field(default_factory=list)
+    draws: bool | None = None
+    keeps_outputs: bool = False
+    output_shapes: dict[Hashable, Any] = field(default_factory=dict)
+    row_dims: dict[Hashable, list[int | None]] = field(default_factory=dict)
+    known_losses: dict[Hashable, bool] = field(default_factory=dict)
+
+
 class Surroundings(Protocol):
     """What passes through stages work on; see :class:`~espalier.engine.staged.Staged`."""
 
     call: ModelCall
     mesh: Mesh
     memory: Memory
-    draws: bool | None  # whether a call that has not run yet draws random numbers; None: not known
+    loop_calls: LoopCalls
 
     @property
     def stages(self) -> Stages: ...
@@ -65,7 +90,7 @@ class CallStates:
     @property
     def may_change(self) -> bool:
         """Whether it does, or draws."""
-        return self.changes or self._passes.draws is not False
+        return self.changes or self._passes.loop_calls.draws is not False
 
     @property
     def has_trained(self) -> bool:
@@ -129,7 +154,8 @@ class CallStates:
                     restore(device, ends)
                 others.restore()
                 if self._trains:
-                    self._passes.draws = self._passes.draws or not equal(begins, ends)
+                    loop = self._passes.loop_calls
+                    loop.draws = loop.draws or not equal(begins, ends)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -63,10 +63,6 @@ class StagedPasses(Surroundings, Protocol):
     plan: Plan
     loss: torch.Tensor | None
     updates: int
-    keeps_outputs: bool
-    output_shapes: dict[Hashable, Any]
-    row_dims: dict[Hashable, list[int | None]]
-    known_losses: dict[Hashable, bool]
     observers: Observers
     last_factor: torch.Tensor | None
     counts_one: bool  # what a loss is a mean over is to be known of one micro-batch, too
@@ -74,9 +70,6 @@ class StagedPasses(Surroundings, Protocol):
     first_batches: GivenBatches
     averaging: Accumulation
     beside: Sequence[torch.Tensor]
-
-    numbers: Iterator[int]  # of calls of the model
-    to_run: list[ModelRun]  # calls that have not run yet, in their order
 
     def lay_out(self, inputs: Any) -> None: ...
     def drawn_to(self, inputs: Any, key: Hashable) -> States | None: ...
@@ -161,7 +154,8 @@ class ModelRun:
         self.has_gone_back, self.made_by = False, made_by
         self.calls: Iterator[int] = count()
         self.writes: list[Any] = []
-        self.number = next(passes.numbers)
+        self._loop = passes.loop_calls
+        self.number = next(self._loop.numbers)
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
         self._value: Any = None  # when it was asked for
@@ -171,7 +165,7 @@ class ModelRun:
         self.leaves: list[torch.Tensor] = []
         self.handed_out: Any = None
         self._hooks = passes.observers.hooks
-        passes.to_run.append(self)
+        self._loop.to_run.append(self)
 
     @property
     def device(self) -> torch.device:
@@ -244,7 +238,7 @@ class ModelRun:
     @property
     def known_losses(self) -> dict[Hashable, bool]:
         """Of losses, by what is done in them: whether they were computed on parts of the rows."""
-        return self._passes.known_losses
+        return self._loop.known_losses
 
     @property
     def is_updated(self) -> bool:
@@ -253,7 +247,7 @@ class ModelRun:
 
     def asked_for(self) -> None:
         """A value of what it gives is: after a step, its outputs are to be kept from now on."""
-        self._passes.keeps_outputs |= self.is_updated
+        self._loop.keeps_outputs |= self.is_updated
 
     def value(self) -> Any:
         """What the model gives, plain: whole, or this rank's rows.
@@ -261,7 +255,7 @@ class ModelRun:
         Raises:
             ValueError: parameters were updated since, and the output was not kept.
         """
-        self._passes.keeps_outputs |= self._kept is not None
+        self._loop.keeps_outputs |= self._kept is not None
         if self._value is None:
             self._value = self._computed()
         return closed(cloned(self._value))  # what a program keeps may write to it
@@ -271,7 +265,7 @@ class ModelRun:
 
         Floats need gradients, as they would have them.
         """
-        known = self._passes.output_shapes
+        known = self._loop.output_shapes
         key = (*self._form_key, _shapes_of(self._inputs))
         if key not in known:
             with torch.no_grad(), self.dropped_by_error():
@@ -282,7 +276,7 @@ class ModelRun:
 
     def form(self) -> Any:
         """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""
-        known = self._passes.output_shapes
+        known = self._loop.output_shapes
         return closed(known[self._form_key]) if self._form_key in known else self.shapes()
 
     @property
@@ -321,11 +315,10 @@ class ModelRun:
 
         What they give has not been asked for: they run for that alone, and, if a loss goes back, again.
         """
-        passes = self._passes
-        if self not in passes.to_run:
+        if self not in self._loop.to_run:
             return
-        n = passes.to_run.index(self)
-        earlier, passes.to_run[: n + 1] = passes.to_run[:n], []
+        n = self._loop.to_run.index(self)
+        earlier, self._loop.to_run[: n + 1] = self._loop.to_run[:n], []
         for run in earlier if self._states.may_change else ():
             if run._is_as_called():
                 try:
@@ -340,7 +333,7 @@ class ModelRun:
         try:
             yield
         except Exception:
-            self._passes.to_run[:] = [run for run in self._passes.to_run if run is not self]
+            self._loop.to_run[:] = [run for run in self._loop.to_run if run is not self]
             raise
 
     def _has_run(self) -> bool:
@@ -373,7 +366,7 @@ class ModelRun:
 
         Which dim of a tensor has the rows, and whether any has, an output of all rows shows, once.
         """
-        passes, rows_of = self._passes, self._passes.row_dims
+        passes, rows_of = self._passes, self._loop.row_dims
         key = (*self._form_key, *(x.ndim for x in leaves(self._inputs, torch.Tensor)), len(outputs[0][1]))
         trees = [(out, [sight.args for sight in sights]) for out, sights in outputs]
         parts = [leaves(tree, torch.Tensor) for tree in trees]
@@ -636,7 +629,7 @@ class ModelRun:
             kept.append(mapped(on_host, opened(output)))
             return loss(output, more)
 
-        keeps = passes.keeps_outputs or not passes.updates
+        keeps = self._loop.keeps_outputs or not passes.updates
         before, call.loss_fn = call.loss_fn, loss_of_kept if keeps else loss
         passes.beside = leaves_beside
         try:

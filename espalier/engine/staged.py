@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any, NoReturn, cast
 
@@ -18,6 +17,7 @@ from espalier.comm.control import agree, any_says, numbers_of_all
 from espalier.device import is_accelerator
 from espalier.engine.accumulation import Number, averaged
 from espalier.engine.awaited import Awaited, entering
+from espalier.engine.call_states import LoopCalls
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.looks import let_look, tell_of_writes
@@ -72,16 +72,10 @@ class Staged(Passes):
         self._dtype: torch.dtype | None = None  # of the loss
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = self.counts_one = False
-        self.numbers: Iterator[int] = itertools.count()  # of calls of the model
-        self.to_run: list[ModelRun] = []
-        self.draws: bool | None = None
+        self.loop_calls = LoopCalls()
         self._draws: dict[Hashable, Sequence[Draws]] = {}  # see drawn_to
-        self.keeps_outputs = False  # of training passes behind the first step, see ModelRun
-        self.output_shapes: dict[Hashable, Any] = {}  # of a loop's calls, by what they follow from
-        self.row_dims: dict[Hashable, list[int | None]] = {}  # the dim of each output that has the rows
         self.observers = Observers(self.call.module, self.mesh)
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
-        self.known_losses: dict[Hashable, bool] = {}  # whether they are computed on parts of the rows
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs, self._has_told_of_hooks = 0, False
