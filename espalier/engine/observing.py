@@ -21,9 +21,10 @@ from torch import nn
 
 from espalier.comm.control import Ballot, compared_with_first, gather_objects, numbers_of_all
 from espalier.mesh import Mesh
+from espalier.parallel.compose import Stages
 from espalier.parallel.pipeline import ActionKind
 from espalier.parallel.pipeline.arguments import leaves, mapped
-from espalier.parallel.pipeline.model_stand_ins import hooks_of
+from espalier.parallel.pipeline.model_stand_ins import hooks_of, observed
 from espalier.parallel.pipeline.observed import Observed, is_of_modules, only_looks
 from espalier.parallel.schedules.actions import Action
 from espalier.tensor import full_tensor
@@ -100,6 +101,8 @@ class Observers:
         self._is_agreed = False  # that all ranks have these
         self._came_alone = False  # once to a ballot
         self._told = set[str]()
+        self._elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
+        self._has_told_of_others = False
         self._modules: frozenset[nn.Module] = frozenset()
         self._is_quiet = False
         self._seen: list[Sight] | None = None
@@ -193,6 +196,27 @@ class Observers:
                 "not called. Put it on modules within, or register it before the first batch: a module with "
                 "hooks is not divided."
             )
+
+    def tell_of_others(self, stages: Stages) -> None:
+        """Warn once of what hooks that do not only look collect in stages of other ranks."""
+        if self._has_told_of_others or self._mesh.is_dry:
+            return
+        if self._elsewhere is None:
+            programs = stages.split.stages
+            here = {m for i in stages.local for m in programs[i].inner}
+            self._elsewhere = {m: hooks_of(m) for of in programs for m in of.inner if m not in here}
+        are_there = any(map(any, self._elsewhere.values()))  # each pass looks
+        if not are_there or not (modules := observed(self._elsewhere)):
+            return
+        self._has_told_of_others = True
+        names = {m: name for name, m in self.module.named_modules()}
+        name = min(names.get(m, type(m).__name__) for m in modules)
+        tell(
+            f"{name!r} has a hook, and lies in a stage of another rank: hooks are called where their module "
+            "is, and what one collects (a dict of features, say) is not on this rank. What it gives in the "
+            "place of an output counts. Let the model's forward give features, beside its output: these are "
+            "known on all ranks."
+        )
 
     def of_model(self, table: str) -> list[Observed]:
         """Those of the model itself."""

@@ -43,7 +43,6 @@ from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
 from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.measure import measured_by_all
-from espalier.parallel.pipeline.model_stand_ins import hooks_of, observed
 from espalier.parallel.pipeline.remembered import Memory
 from espalier.tensor import DTensor, full_tensor, plain, stamp
 from espalier.tensor.asked import Asked, apart
@@ -52,7 +51,6 @@ from espalier.tensor.draws import States
 from espalier.tensor.dtensor import layout_of
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
-from espalier.tensor.observers import tell
 from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
@@ -78,8 +76,7 @@ class Staged(Passes):
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
-        self._runs, self._has_told_of_hooks = 0, False
-        self._hooks_elsewhere: Mapping[nn.Module, Sequence[Mapping[int, Any]]] | None = None
+        self._runs = 0
         self._copies, self._alone = Copies(self), OneByOne(self)
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
@@ -353,28 +350,8 @@ class Staged(Passes):
         """Of the tensors that a loop's call sets, let those who ask know that it has yet to run."""
         self.memory.hidden.hide(self.call.module)
 
-    def _tell_of_hooks(self) -> None:
-        """Warn once of what a program's hooks collect in stages of other ranks."""
-        if self._hooks_elsewhere is None:
-            here = {m for i in self.stages.local for m in self.stages.split.stages[i].inner}
-            others = {m for of in self.stages.split.stages for m in of.inner} - here
-            self._hooks_elsewhere = {m: hooks_of(m) for m in others}
-        are_there = any(map(any, self._hooks_elsewhere.values()))  # each pass looks
-        if not are_there or not (modules := observed(self._hooks_elsewhere)):
-            return
-        self._has_told_of_hooks = True
-        names = {m: name for name, m in self.call.module.named_modules()}
-        name = min(names.get(m, type(m).__name__) for m in modules)
-        tell(
-            f"{name!r} has a hook, and lies in a stage of another rank: hooks are called where their module "
-            "is, and what one collects (a dict of features, say) is not on this rank. What it gives in the "
-            "place of an output counts. Let the model's forward give features, beside its output: these are "
-            "known on all ranks."
-        )
-
     def _context(self, data: ZeroState) -> StageContext:
-        if not self._has_told_of_hooks and not self.mesh.is_dry:
-            self._tell_of_hooks()
+        self.observers.tell_of_others(self.stages)
         self.memory.hidden.show(self.call.module)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         parts, averaging, pulse = data.gradients.parts, self.averaging, self.pulse
