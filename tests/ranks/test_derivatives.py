@@ -325,6 +325,7 @@ def into_stages(rank: int, world: int) -> None:
         torch.testing.assert_close(full_tensor(net(x).detach()), expected.detach())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_tangents_of_inputs_of_stages_are_refused(ranks: Any) -> None:
     """They were lost: none came out."""
     ranks(2, into_stages)
