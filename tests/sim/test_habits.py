@@ -136,7 +136,8 @@ def _is_excused(one: Telling, program: str) -> bool:
     inner = one.where.split(" < ")[0]
     is_known = inner in WAITS or "/" not in inner or one.where.startswith(ASKED)
     # its model draws on the CPU
-    draws = program == AVERAGING[0] and one.what == "copy from the host" and "arguments.py" in inner
+    draws = program == AVERAGING[0] and one.what == "copy from the host"
+    draws = draws and inner.startswith(("parallel/pipeline/arguments.py", "parallel/pipeline/programs.py"))
     # states that the program has made of some that are kept on the host
     taken_over = program == "rows_that_come_later" and one.what == "copy from the host"
     # torch itself asks for a rate that its fused kernels do not read
