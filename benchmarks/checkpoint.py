@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Trial:
         tree = tree_of(net, self.engine.optimizer, self.engine.mesh)
         self.tensors = {f"{p.name} {p.box.offsets}": p.values.clone() for p in boxes_to_write(tree)}
         self.spent, self.kept = 0.0, list[float]()
-        self.engine.wait_staged = self._timed(self.engine.wait_staged)  # type: ignore[method-assign]
+        timed = self._timed(type(self.engine).wait_staged)
+        self.engine.wait_staged = MethodType(timed, self.engine)  # type: ignore[method-assign]
         self.nbytes = sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def plain(self, *, last: bool) -> None:
