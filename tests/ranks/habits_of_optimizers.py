@@ -223,6 +223,20 @@ def optimizers_of_a_part(lay: Lay) -> list[Any]:
     return [*out, *model.state_dict().values()]
 
 
+def fused_optimizers_made_later(lay: Lay) -> list[Any]:
+    """Of the prepared model's parameters: they step by themselves, and have states as gradients lie."""
+    model = net()
+    model, first = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    out: list[Any] = [trained(model, first, 0)]
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True),
+        torch.optim.Adagrad(model.parameters(), 0.1, fused=True),
+        torch.optim.AdamW(model.parameters(), 0.1, amsgrad=True, fused=True),
+    ):
+        out += [trained(model, optimizer, step) for step in range(3)]
+    return [*out, *model.state_dict().values()]
+
+
 def optimizers_of_two_models(lay: Lay) -> list[Any]:
     """Each prepared by itself; in some steps one of them alone has gradients, or a weight has them anew."""
     encoder, decoder = net(6, 4), net(4, 4)

@@ -25,6 +25,7 @@ from tests.ranks.habits_of_functions import (
 )
 from tests.ranks.habits_of_optimizers import (
     averages_of_weights,
+    fused_optimizers_made_later,
     gradients_dropped_by_hand,
     hooks_around_a_closure,
     hooks_of_an_optimizer,
@@ -511,6 +512,7 @@ def parts_that_are_decorated(lay: Lay) -> list[Any]:
 
 
 PROGRAMS = (
+    fused_optimizers_made_later,
     gradients_dropped_by_hand,
     tables_of_the_programs,
     complex_weights,

@@ -56,6 +56,7 @@ PROGRAMS = [
         habits.functions_that_torch_compiles,
         habits.functions_of_ones_own_in_losses,
         habits.tables_of_the_programs,
+        habits.fused_optimizers_made_later,
         habits.gradients_dropped_by_hand,
         habits.statistics_in_the_order_of_calls,
         *habits.ON_DEVICE,

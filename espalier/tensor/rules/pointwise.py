@@ -333,16 +333,17 @@ def foreach(
             layouts = [_as_others(i, lay, args) for i, lay in enumerate(layouts)]
         layouts = [None if lay is None else _firm(lay) for lay in layouts]
         # fused optimizers write all lists but the gradients, the others only the first
-        fused, given = name.startswith("_fused_"), args[0]
+        fused, given = name.startswith("_fused_"), args
+        writes = [written and (i != 1 if fused else i == 0) for i in range(len(args))]
         with raw():
-            args = tuple(_aligned(a, layouts, written and fused and i != 1) for i, a in enumerate(args))
+            args = tuple(_aligned(a, layouts, fused and w) for a, w in zip(args, writes, strict=True))
             kwargs = {k: _aligned(a, layouts, False) for k, a in kwargs.items()}
-        if written and not fused:
+        if written:
             out = plain_call(func, types, args, kwargs)
-            for x, lay, summed in zip(given, layouts, args[0], strict=True):
-                if summed is not x and lay is not None:  # it was Partial
-                    x.copy_(stamp(summed, lay))
-            return None if out is None else type(out)(given)
+            for before, after, w in zip(given, args, writes, strict=True):
+                if w and before is not after:
+                    _write_back(before, after, layouts)
+            return None if out is None else type(out)(given[0])
     out = plain_call(func, types, args, kwargs)
     if isinstance(out, tuple | list) and not written:
         for x, lay in zip(out, layouts, strict=False):
@@ -447,15 +448,20 @@ def _aligned(a: Any, layouts: list[Layout | None], written: bool) -> Any:
         if layout.shape != lay.shape and not written:
             lay = _broadcast(lay, layout.shape)
         if layout is not lay and layout.shape == lay.shape and not same_data(layout, lay):
-            if written:
-                raise ValueError(
-                    f"An optimizer writes to a tensor that lies as {layout!r} beside one that lies as "
-                    f"{lay!r}; element by element both must lie alike, and none be Partial. Redistribute it "
-                    "first."
-                )
             x = move(x, layout, lay)
         out.append(x)
     return type(a)(out) if type(a) in (tuple, list) else out
+
+
+def _write_back(before: Sequence[Any], after: Sequence[Any], layouts: Sequence[Layout | None]) -> None:
+    """What was written to tensors in other layouts, to those that they are of: a sum's addends, or states."""
+    for x, moved, lay in zip(before, after, layouts, strict=True):
+        if moved is x or lay is None:
+            continue
+        if type(x) is DTensor:
+            x.copy_(stamp(moved, lay))
+        else:
+            x.copy_(move(moved, lay, layout_of(x, lay.mesh)))
 
 
 @special(foreach_norms)
