@@ -90,6 +90,8 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                         for i, (grad,) in _brought(grads, held[0]._layout.mesh.outermost).items():
                             _set_grad(copies[i], grad)
                 filled[:] = _filled(copies)
+                if held:  # ranks whose stage has no parameters ask for no gradients of their own
+                    held[0]._layout.mesh.outermost.asked.sees(own=True)
                 return loss
 
             return type(optimizer).step(optimizer, found)

@@ -28,6 +28,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
 
 
+def late() -> nn.Sequential:
+    """With a first stage that has no parameters, where one begins at its second module."""
+    return nn.Sequential(nn.Tanh(), *net())
+
+
 class Turns(nn.Module):
     """Layers in turn, so that stages have copies of them, and a parameter that nothing is made of."""
 
@@ -75,7 +80,7 @@ def solve(
 
         loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
         losses.append(loss.detach().item())
-    return losses
+    return losses + [p.norm().item() for p in model.parameters()]
 
 
 def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
@@ -99,6 +104,7 @@ def in_stages(rank: int, world: int, net: Callable[[], nn.Module] = net) -> None
     plain = net()
     expected = solve(plain, lbfgs(plain), 3, error)
     of_two: tuple[dict[str, Any], ...] = ({"pipe": 2}, {"pipe": 2, "accumulate": 2})
+    of_two = ({"pipe": 2, "cuts": ("1",)},) if net is late else of_two
     cut = {"pipe": 2, "data": 2, "zero": 2, "accumulate": 2, "schedule": "zb-h1", "chunk_megabytes": 0.001}
     for plan in of_two if world == 2 else (cut,):
         ours = net()
@@ -147,12 +153,14 @@ def test_a_closure_is_called_as_on_one_process(ranks: Any) -> None:
     ranks(2, on_two)
 
 
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_a_closure_is_called_with_all_stages(ranks: Any) -> None:
-    for made in (net, Turns):
+    for made in (net, Turns, late):
         ranks(2, in_stages, made)
 
 
 @pytest.mark.world(4)
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_a_closure_is_called_with_gradients_that_are_cut(ranks: Any) -> None:
     ranks(4, in_stages)
 
