@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from tests.zoo.drawn_bricks import WIDTH
-from tests.zoo.drawn_loops import SCHEDULES
 from tests.zoo.drawn_nets import CLASSES, parts_of
 
 if TYPE_CHECKING:
@@ -441,7 +440,7 @@ def _new_optimizers(s: Scene) -> None:
     s.optims = s.optimizers_of(s.model)
     if s.judge is not None:
         s.optims[0].add_param_group({"params": list(s.judge.parameters()), "lr": 0.01})
-    s.scheduler = {**SCHEDULES, **MORE_SCHEDULES}[s.schedule](s.optims[0])
+    s.scheduler = s.schedules[s.schedule](s.optims[0])
 
 
 def _states_of(s: Scene) -> Any:
@@ -457,15 +456,22 @@ def _put_back(s: Scene, states: Any) -> None:
         s.scheduler.load_state_dict(copy.deepcopy(states[2]))
 
 
+def _anew(s: Scene) -> None:
+    """A new model, under the other plan; random numbers go on."""
+    state = torch.get_rng_state()
+    s.plain = s.net()
+    s.lays = s.lays[1:] + s.lays[:1]
+    s.begin(s.lays[0], s.plain)
+    torch.set_rng_state(state)
+
+
 def _moved(s: Scene) -> None:
     """A new model and optimizers, under another plan, go on from the first one's states."""
     if s.changed:
         return
     states = _states_of(s)
     judge = None if s.judge is None else copy.deepcopy(s.judge.state_dict())
-    s.plain = s.net()
-    s.lays = s.lays[1:] + s.lays[:1]
-    s.begin(s.lays[0], s.plain)
+    _anew(s)
     _put_back(s, states)
     if judge is not None:
         s.judge.load_state_dict(judge)  # type: ignore[union-attr]
@@ -482,9 +488,7 @@ def _moved_by_engine(s: Scene) -> None:
     schedule = None if s.scheduler is None else copy.deepcopy(s.scheduler.state_dict())
     judge = None if s.judge is None else copy.deepcopy(s.judge.state_dict())
     s.model.engine.save(f"{s.folder}/moved{s.step}")
-    s.plain = s.net()
-    s.lays = s.lays[1:] + s.lays[:1]
-    s.begin(s.lays[0], s.plain)
+    _anew(s)
     s.model.engine.load(f"{s.folder}/moved{s.step}")
     if s.scheduler is not None:
         s.scheduler.load_state_dict(schedule)

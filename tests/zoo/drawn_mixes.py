@@ -248,8 +248,12 @@ class Mix(Scene):
 
 def plans(seed: int) -> list[dict[str, Any]]:
     """Two plans of the same number of ranks; ``compile`` beside them is an argument of ``prepare``."""
-    lot = random.Random(f"plans of mix {seed}")
-    world, net = lot.choice([2, 2, 4]), Mix(seed).net()
+    return plans_of(random.Random(f"plans of mix {seed}"), Mix(seed).net())
+
+
+def plans_of(lot: random.Random, net: Any) -> list[dict[str, Any]]:
+    """Two plans that a lot draws for a net."""
+    world = lot.choice([2, 2, 4])
     routed = any(name.startswith("routed") for name in net.names)
     return [_plan(lot, world, routed, net.is_long) for _ in range(2)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,17 +28,25 @@ GROUPS = ("one", "decay", "two", "each")
 class Scene:
     """One that a seed draws."""
 
+    optimizers: ClassVar = {name: make for name, make in OPTIMIZERS.items() if name != "fused"}
+    schedules = SCHEDULES | MORE_SCHEDULES
+    ways, kinds_of_losses, kinds_of_acts = WAYS, LOSSES, ACTS
+
     def __init__(self, seed: int) -> None:
         lot = random.Random(f"scene {seed}")
         self.seed = seed
-        self.optimizer = lot.choice([name for name in sorted(OPTIMIZERS) if name != "fused"])
-        self.schedule = lot.choice(sorted({**SCHEDULES, **MORE_SCHEDULES}))
+        self.optimizer = lot.choice(sorted(self.optimizers))
+        self.schedule = lot.choice(sorted(self.schedules))
         self.groups, self.way = lot.choice(GROUPS), lot.choice(sorted(WAYS))
         self.losses = [lot.choice(sorted(LOSSES)) for _ in range(2)]
         self.acts = [
             [lot.choice(sorted(ACTS)) for _ in range(lot.choice([0, 1, 1, 2]))] for _ in range(STEPS)
         ]
         self.rows = [lot.choice([8, 8, 8, 4, 12, 6]) for _ in range(STEPS)]
+        self.says()
+
+    def says(self) -> None:
+        """Set what it is said to do."""
         self.said = f"{self.optimizer}/{self.schedule}/{self.groups}/{self.way}, {self.losses}, "
         self.said += f"{self.acts}, rows {self.rows}"
 
@@ -83,7 +91,7 @@ class Scene:
     def optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """One, or two of which each has a part."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        make = OPTIMIZERS[self.optimizer]
+        make = self.optimizers[self.optimizer]
         if self.groups == "two":
             return [
                 make([{"params": [p for n, p in named if "head" not in n and "stem" not in n]}]),
@@ -111,15 +119,16 @@ class Scene:
         if self.judge is not None:
             optims[0].add_param_group({"params": list(self.judge.parameters()), "lr": 0.01})
         self.model, *self.optims = lay(model, *optims)
-        self.scheduler = {**SCHEDULES, **MORE_SCHEDULES}[self.schedule](self.optims[0])
+        self.scheduler = self.schedules[self.schedule](self.optims[0])
 
     def run(self, lays: Any, folder: str = "", off: float = 0.0) -> list[Any]:
         """The numbers that it gives; ``lays``: ways to lay out, the second for a change of plans."""
         self.plain = model = self.net()
         if off:
+            generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
                 for p in model.parameters():
-                    p.mul_(1 + off * torch.randn_like(p))
+                    p.mul_(1 + off * torch.randn(p.shape, generator=generator, dtype=p.dtype))
         self.early = copy.deepcopy(model)
         self.lays, self.folder = lays, folder
         self.begin(lays[0], model)
@@ -129,20 +138,20 @@ class Scene:
         self.is_plain = not isinstance(self.model, espalier.EngineModule)
         for self.step in range(STEPS):
             x, y = self.batch(self.step, self.rows[self.step])
-            lost = WAYS[self.way](self, x, y)
+            lost = self.ways[self.way](self, x, y)
             self.out.append(lost.item())
-            if self.schedule == "plateau":
+            if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 self.scheduler.step(self.out[-1])
             elif self.scheduler is not None:
                 self.scheduler.step()
             for act in self.acts[self.step]:
-                ACTS[act](self)
+                self.kinds_of_acts[act](self)
         state = self.model.state_dict()
         return [*self.out, *(state[name] for name in sorted(state) if state[name].ndim)]
 
     def loss(self, x: Any, y: Tensor) -> Tensor:
         """The loss of this step, not gone back."""
-        return LOSSES[self.losses[self.step % 2]](self, x, y)
+        return self.kinds_of_losses[self.losses[self.step % 2]](self, x, y)
 
     def went_back(self, x: Any, y: Tensor) -> Tensor:
         """The loss of this step, gone back; its gradients are all that there are."""
