@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -246,3 +246,12 @@ class _Send(MeetingFunction):
 
 
 _apply_rows: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Send).apply
+
+
+def overlaps(have: Sequence[int], want: Sequence[int]) -> list[list[int]]:
+    """How much of each stretch of one division of a line lies in each of another."""
+    ends, starts = list(accumulate(have)), list(accumulate(want))
+    return [
+        [max(0, min(end, stop) - max(end - n, stop - m)) for stop, m in zip(starts, want, strict=True)]
+        for end, n in zip(ends, have, strict=True)
+    ]

@@ -27,6 +27,7 @@ from accelerate.utils import (
     PROFILE_PATTERN_NAME,
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    DistributedType,
     DynamoBackend,
     ProfileKwargs,
     convert_to_fp32,
@@ -40,6 +41,7 @@ from espalier.compat.torch.fsdp import sharding_of
 from espalier.engine import EngineModule, initialize
 from espalier.engine.awaited import Awaited
 from espalier.engine.lengths import AlikeBatches
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.tensor import DTensor
@@ -55,6 +57,16 @@ _LAUNCHED = "`accelerate launch` asked for it: start by `espalier run`, and writ
 _THEIRS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
 
 
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """While open, what models ask of accelerate is one process: they have the rows of all ranks.
+
+    Such as the losses of transformers for boxes and masks, whose number they take from all processes.
+    """
+    with having(PartialState(), num_processes=1, distributed_type=DistributedType.NO):
+        yield
+
+
 class PreparedModel(EngineModule):
     """A prepared model."""
 
@@ -68,7 +80,8 @@ class PreparedModel(EngineModule):
         if count is not None and self.rows == "own":
             readers = self.engine.mesh[self.engine.plan.batch_axes]
             kwargs["num_items_in_batch"] = count * readers.size()
-        outputs = super().forward(*args, **kwargs)
+        with _one_process():
+            outputs = super().forward(*args, **kwargs)
         if not self.engine.plan.precision.autocast:
             return outputs
         return outputs._by(convert_to_fp32) if isinstance(outputs, Awaited) else convert_to_fp32(outputs)
@@ -309,6 +322,11 @@ class Accelerator(OfWholes):
         """
         reason = "prepared loaders give every rank as many batches (even_batches=True): leave it out"
         refuse("Accelerator", [("join_uneven_inputs", "...", reason)])
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As ever; in a pipeline the model runs here."""
+        with _one_process():
+            super().backward(loss, **kwargs)
 
     # ---- values of all ranks: of each that reads rows
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from espalier.comm.control import gather_objects, numbers_of_all
-from espalier.comm.row_exchange import send_rows
+from espalier.comm.row_exchange import overlaps, send_rows
 from espalier.device import moved
-from espalier.engine.lengths import all_alike
+from espalier.engine.lengths import all_alike, refuse_unlike
+from espalier.engine.row_lists import closed, lists_in, on_lists, opened, part_of, with_all_lists
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.layout.layout import bounds
 from espalier.mesh import Mesh
@@ -45,16 +46,18 @@ class Batches:
     """The batches of one plan: their rows are cut along the plan's batch axes, as torch.chunk cuts.
 
     A batch is a tensor, or a dict, tuple or list of such, whose first dim are the rows; what has no dims
-    is every rank's. A context axis cuts the second dim of what has two or three, [rows, sequence] or [rows,
-    sequence, features], and the third of a mask, [rows, 1 or heads, sequence, sequence]. What else there is,
-    images say, is whole along it.
+    is every rank's, as is a list with an entry for each row. A context axis cuts the second dim of what has
+    two or three, [rows, sequence] or [rows, sequence, features], and the third of a mask, [rows, 1 or heads,
+    sequence, sequence]. What else there is, images say, is whole along it.
     """
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.micro_batches = mesh, plan.accumulate
         self.axes = tuple(mesh.axis(name) for name in plan.batch_axes)
         self._context = mesh.axis("context") if plan.context > 1 else None
+        self._cuts_parameters = plan.zero == 3
         self._has_told = False
+        self._has_lists = False  # of tensors, an entry for each row: the ranks have agreed that there are
         mesh.rows |= {*self.axes, *([] if self._context is None else [self._context])}
 
     @property
@@ -137,7 +140,7 @@ class Batches:
     def typed(self, batch: Any) -> Any:
         """A global batch, equal on all ranks, cut to this rank's rows; DTensors stay as they are."""
 
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        batch = closed(dict(batch) if isinstance(batch, Mapping) else batch, "ragged")
         lengths = self._lengths(batch)
 
         def cut(x: Any) -> Any:
@@ -152,7 +155,7 @@ class Batches:
 
         if not self._has_told and self.readers > 1 and not tensors_in(batch):
             self._tell_of_objects(batch)
-        return tree_map(cut, batch)
+        return opened(tree_map(cut, batch), self.mesh.device())
 
     def _tell_of_objects(self, batch: Any) -> None:
         """Say so where tensors are in what is not opened: a TensorDict, a graph."""
@@ -177,7 +180,7 @@ class Batches:
         """The micro-batches of a global batch, whose rows are cut in order, whatever the number of ranks."""
         if self.micro_batches == 1:
             return [batch]
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        batch = closed(dict(batch) if isinstance(batch, Mapping) else batch, "ragged")
         shapes = {name: tuple(x.shape) for name, x in _leaves(batch)}
         sizes = {shape[0] for shape in shapes.values()}
         if len(sizes) != 1:
@@ -186,7 +189,7 @@ class Batches:
                 "Plan(accumulate=...) the first dim of each tensor must be the batch's rows. Or call the "
                 "engine on each micro-batch."
             )
-        return [tree_map(_stretch(start, n), batch) for start, n in self.cuts(sizes.pop())]
+        return [part_of(batch, start, n, has_rows, self.mesh.device()) for start, n in self.cuts(sizes.pop())]
 
     # ---- of a size that the ranks agree on
 
@@ -233,6 +236,8 @@ class Batches:
         is_cut = len(cut) == 1
         dim = cut.pop() if is_cut else 0
         assert isinstance(dim, int)
+        if dim and layout.shape[0] == size and (self._cuts_parameters or layout.shape[dim] % size):
+            dim, is_cut = 0, False  # ranks share what a cut parameter has, such as a decoder's queries
         each, odd = divmod(layout.shape[dim], max(size, 1))  # a batch's rows may have become several each
         has_rows = size > 0 and each > 0 and not odd
         views = _batches_in(layout.shape[dim], size, mesh.put_together) if has_rows and each > 1 else 1
@@ -276,11 +281,12 @@ class Batches:
         Args:
             pads: where ranks have padded each to a length of its own, pad to the longest.
         """
-        mesh = self.mesh
+        mesh, given = self.mesh, dict(rows) if isinstance(rows, Mapping) else rows
+        rows = closed(given, "all" if self._has_lists else "none")
         if mesh.is_dry:
             size = _rows_of(rows) * self.readers
-            return self.local(rows, size), self._even(size)
-        rows = dict(rows) if isinstance(rows, Mapping) else rows
+            rows = on_lists(lambda of: of * self.readers, rows)
+            return opened(self.local(rows, size), mesh.device()), self._even(size)
         count, form = _EXHAUSTED, ""
         if rows is not None:
             count, form = _rows_of(rows), repr(_form(rows))
@@ -291,20 +297,24 @@ class Batches:
             return None, []
         forms = {d for n, d in said if n != _EXHAUSTED}
         shared = self._by_place(counts)
+        if _RAGGED in counts and not self._has_lists:
+            self._has_lists = True
+            return self._gathered(given, pads)
         if pads and len(forms) > 1 and _RAGGED not in counts:
-            return self._gathered(all_alike(rows, mesh), pads=False)
+            return self._gathered(all_alike(given, mesh), pads=False)
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
-            self._refuse(rows)
+            refuse_unlike(None if given is None else _leaves(given), mesh)
         if _EXHAUSTED in counts:
             first = next(i for i, n in enumerate(counts) if n != _EXHAUSTED)
             own = tree_map(lambda x: x[:0].cpu() if has_rows(x) else x, rows) if count >= 0 else None
             templates = gather_objects(own if mesh.ranks[first] == mesh.world_rank else None, mesh)
             rows = templates[first] if rows is None else rows
+        rows = with_all_lists(rows, given is None, self._by_place, mesh)
         held = [max(of[0], 0) for _, of in sorted(shared.items())]
         size = sum(held)
         if held != self._even(size):  # those that lie as they are to keep their order
             rows = tree_map(lambda x: self._evened(x, held) if has_rows(x) else x, rows)
-        return self.local(rows, size), held
+        return opened(self.local(rows, size), mesh.device()), held
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
         """What the ranks say, by their coordinates along the batch axes."""
@@ -313,20 +323,6 @@ class Batches:
         for place, one in zip(places, said, strict=True):
             by_place.setdefault(tuple(place[a] for a in self.axes), []).append(one)
         return by_place
-
-    def _refuse(self, rows: Any) -> None:
-        shapes = None if rows is None else {name: tuple(x.shape) for name, x in _leaves(rows)}
-        kinds = None if rows is None else {name: str(x.dtype) for name, x in _leaves(rows)}
-        of_all = gather_objects((self.mesh.world_rank, shapes, kinds), self.mesh)
-        alike = len({str(kinds) for _, shapes, kinds in of_all if shapes is not None}) == 1
-        lines = ["The batches that the ranks give to engine.local_batch do not fit together:"]
-        for rank, shapes, kinds in of_all:
-            lines.append(f"  rank {rank}: {'no rows left' if shapes is None else shapes if alike else kinds}")
-        lines.append(
-            "Along the first dim the ranks may differ. Names, dtypes and other dims must be equal (pad to "
-            "one length), and ranks that differ on no data axis must give the same."
-        )
-        raise ValueError("\n".join(lines))
 
     def _evened(self, x: torch.Tensor, lengths: Sequence[int], level: int = 0) -> torch.Tensor:
         """The rows that the layout gives this rank, where each has loaded so many.
@@ -337,7 +333,7 @@ class Batches:
         matrix = [list(lengths[i * inner : (i + 1) * inner]) for i in range(n)]
         # the columns first send each row of the matrix as much as it needs in all, then the rows share
         columns = [sum(row[j] for row in matrix) for j in range(inner)]
-        then = _overlaps(_chunks(sum(lengths), n), columns)
+        then = overlaps(_chunks(sum(lengths), n), columns)
         j = self.mesh.place(self.axes[level + 1 :])
         x = self._moved(x, self.axes[level], [row[j] for row in matrix], [row[j] for row in then])
         if level + 1 == len(self.axes):
@@ -346,7 +342,7 @@ class Batches:
 
     def _moved(self, x: torch.Tensor, axis: int, have: Sequence[int], want: Sequence[int]) -> torch.Tensor:
         """Rows along one axis, in their order, from as many as each has to as many as each wants."""
-        flow, here = _overlaps(have, want), self.mesh.coordinate[axis]
+        flow, here = overlaps(have, want), self.mesh.coordinate[axis]
         if all(flow[i][j] == 0 for i in range(len(have)) for j in range(len(want)) if i != j):
             return x
         return send_rows(x, self.mesh, axis, [row[here] for row in flow], flow[here])
@@ -356,25 +352,12 @@ def _chunks(size: int, n: int) -> list[int]:
     return [chunk_bounds(size, n, i)[1] for i in range(n)]
 
 
-def _overlaps(have: Sequence[int], want: Sequence[int]) -> list[list[int]]:
-    """How much of each stretch of one division of a line lies in each of another."""
-    ends, starts = list(itertools.accumulate(have)), list(itertools.accumulate(want))
-    return [
-        [max(0, min(end, stop) - max(end - n, stop - m)) for stop, m in zip(starts, want, strict=True)]
-        for end, n in zip(ends, have, strict=True)
-    ]
-
-
 def has_rows(x: Any) -> bool:
     """Whether its first dim are rows; what is sparse, a graph say, goes whole to all ranks."""
     if not isinstance(x, torch.Tensor) or x.ndim == 0 or is_sparse(x):
         return False
     refuse_nested(x)
     return True
-
-
-def _stretch(start: int, n: int) -> Callable[[Any], Any]:
-    return lambda x: x[start : start + n] if has_rows(x) else x
 
 
 def _leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
@@ -399,12 +382,12 @@ def _batches_in(length: int, size: int, put_together: Mapping[int, tuple[int, ..
 
 
 def _rows_of(rows: Any) -> int:
-    lengths = {x.shape[0] for _, x in _leaves(rows)}
+    lengths = {x.shape[0] for _, x in _leaves(rows)} | {len(x.rows) for x in lists_in(rows)}
     return lengths.pop() if len(lengths) == 1 else _RAGGED
 
 
-def _form(rows: Any) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(name, str(x.dtype), tuple(x.shape[1:])) for name, x in _leaves(rows)]
+def _form(rows: Any) -> list[Any]:
+    return [*[(name, str(x.dtype), tuple(x.shape[1:])) for name, x in _leaves(rows)], len(lists_in(rows))]
 
 
 def loss_of(output: Any) -> torch.Tensor:

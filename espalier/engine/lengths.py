@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +92,27 @@ def all_alike(rows: Any, mesh: Mesh) -> Any:
         "in each step: pad to one length in the collator (max_length=, or pad_to_multiple_of=)."
     )
     return padded(rows)
+
+
+def refuse_unlike(tensors: Sequence[tuple[str, torch.Tensor]] | None, mesh: Mesh) -> None:
+    """Say what each rank has given (a collective); None: it has no rows left.
+
+    Raises:
+        ValueError: always, on all ranks.
+    """
+    shapes = None if tensors is None else {name: tuple(x.shape) for name, x in tensors}
+    kinds = None if tensors is None else {name: str(x.dtype) for name, x in tensors}
+    of_all = gather_objects((mesh.world_rank, shapes, kinds), mesh)
+    alike = len({str(kinds) for _, shapes, kinds in of_all if shapes is not None}) == 1
+    lines = ["The batches that the ranks give to engine.local_batch do not fit together:"]
+    for rank, shapes, kinds in of_all:
+        lines.append(f"  rank {rank}: {'no rows left' if shapes is None else shapes if alike else kinds}")
+    lines.append(
+        "Along the first dim the ranks may differ. Names, dtypes and other dims must be equal (pad to "
+        "one length), and ranks that differ on no data axis must give the same. What each row has its own "
+        "number of goes in a list with an entry for each row."
+    )
+    raise ValueError("\n".join(lines))
 
 
 def _mappings(x: Any) -> Iterator[Mapping[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 import tempfile
@@ -298,6 +299,61 @@ def counted(rank: int, world: int) -> None:
 
 def test_losses_divided_by_what_all_ranks_have(ranks: Any) -> None:
     ranks(2, counted)
+
+
+class Finder(nn.Module):
+    """Has queries look for what each row shows, and divides by how many all processes have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.queries, self.head = nn.Linear(3, 1), nn.Embedding(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: list[Any]) -> dict[str, torch.Tensor]:
+        at = self.head(self.queries.weight.unsqueeze(0).repeat(len(x), 1, 1))
+        boxes = [y if isinstance(y, torch.Tensor) else y["boxes"] for y in labels]
+        assert len(boxes) == len(x)
+        off = [(a[: len(b)] * s - b).square().sum() for a, b, s in zip(at, boxes, self.scale(x), strict=True)]
+        count = torch.tensor([float(sum(map(len, boxes)))])
+        if accelerate.PartialState._shared_state:  # as transformers' losses of boxes
+            count = accelerate.utils.reduce(count) / accelerate.PartialState().num_processes
+        return {"loss": torch.stack(off).sum() / count.item(), "at": at}
+
+
+def boxes(rank: int, world: int) -> None:
+    """What each row shows comes in lists; and a cut parameter has queries, which are no rows."""
+    x = torch.arange(12.0).view(4, 3) / 10
+    shown = [torch.full((k, 2), float(k)) for k in (1, 3, 0, 2)]
+    given = [{"boxes": y} for y in shown], shown, [shown[1], shown[1], shown[0], shown[0]]
+    torch.manual_seed(0)
+    net = Finder()
+    for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}):
+        plain, told = copy.deepcopy(net), copy.deepcopy(net)
+        optimizer: Any = torch.optim.SGD(plain.parameters(), 0.1)
+        with afresh():
+            expected = []
+            for labels in given:
+                out = plain(x, labels)
+                out["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expected.append(out)
+            accelerator = accelerate_here.Accelerator(plan=plan)
+            model, optimizer = accelerator.prepare(told, torch.optim.SGD(told.parameters(), 0.1))
+            n = len(x) // accelerator.num_processes
+            own = slice(n * accelerator.process_index, n * (accelerator.process_index + 1))
+            for labels, out in zip(given, expected, strict=True):
+                found = model(x[own], labels=labels[own])
+                accelerator.backward(found["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+                assert abs(found["loss"].item() - out["loss"].item()) < TOLERANCE, plan
+                torch.testing.assert_close(found["at"], out["at"][own])
+            for p, q in zip(told.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full_tensor(p), q)
+
+
+def test_lists_with_an_entry_for_each_row(ranks: Any) -> None:
+    ranks(2, boxes)
 
 
 def asked(rank: int, world: int) -> None:
