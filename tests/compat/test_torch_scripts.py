@@ -485,7 +485,48 @@ def on_two_axes(of: Any, rank: int, world: int) -> list[Any]:
     return trained(sharded(of, model, mesh=mesh["dp"]), rank // 2)
 
 
+class Heads(nn.Module):
+    """Attention of more queries than keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = 4, 2, 2
+        self.wq, self.wk, self.wv = (nn.Linear(6, n, bias=False) for n in (8, 4, 4))
+        self.wo = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q = self.wq(x).view(b, t, self.n_heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(b, t, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(b, t, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.wo(out.transpose(1, 2).contiguous().view(b, t, -1))
+
+
+def with_heads_of_a_rank(of: Any, rank: int, world: int) -> list[Any]:
+    """The script has divided numbers of heads, as torch's own examples do."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, whole_ = plain(), of.tensor.Replicate()
+    ends = {
+        "embed": of.parallel.RowwiseParallel(input_layouts=whole_),
+        "head": of.parallel.ColwiseParallel(output_layouts=whole_),
+    }
+    of.parallel.parallelize_module(model, mesh["tp"], ends)
+    for i in range(2):
+        torch.manual_seed(i)
+        model.layers[i] = layer = Heads().double()
+        layer.n_heads, layer.n_kv_heads = layer.n_heads // mesh["tp"].size(), layer.n_kv_heads // 2
+        columns = {name: of.parallel.ColwiseParallel() for name in ("wq", "wk", "wv")}
+        of.parallel.parallelize_module(layer, mesh["tp"], {**columns, "wo": of.parallel.RowwiseParallel()})
+    model = sharded(of, model, mesh=mesh["dp"])
+    if of is TORCHS:
+        return trained(model, rank // 2)
+    with pytest.warns(UserWarning, match="Leave the number of heads as it is"):
+        return trained(model, rank // 2)
+
+
 def both_on_two_axes(rank: int, world: int) -> None:
+    both(with_heads_of_a_rank, rank, world)
     told = both(on_two_axes, rank, world)
     model, mesh = styled(OURS)
     wrapped = fsdp.FullyShardedDataParallel(model, device_mesh=mesh["dp"], use_orig_params=True)

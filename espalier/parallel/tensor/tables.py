@@ -37,7 +37,8 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.dtensor import become_parameter
 from espalier.tensor.modules import distribute_module, lay_out_parameter
-from espalier.texts import listed
+from espalier.tensor.observers import user_frame
+from espalier.texts import few, listed
 from espalier.torch_private import forward_hooks
 
 Table = Mapping[str, str]
@@ -369,10 +370,35 @@ def unstyled(model: nn.Module) -> tuple[list[Mesh], dict[str, str], bool]:
                 for key in keys:
                     del held[key]
             vars(module).pop("_distribute_module_applied", None)
+    if meshes:
+        _count_all_heads(model, table, next(iter(meshes)).size())
     for p in parameters_in(model) if meshes else ():
         if isinstance(p, DTensor) and p.device_mesh in meshes:
             become_parameter(p, full_tensor(p.detach()))
     return list(meshes), table, cuts_sequences
+
+
+def _count_all_heads(model: nn.Module, table: Mapping[str, str], ranks: int) -> None:
+    """Give modules the number of all heads again, where a program has divided it by the ranks of the styles.
+
+    Behind torch's styles a module has the heads of this rank alone; here its forward sees those of all.
+    """
+    told: list[str] = []
+    for name, module in model.named_modules() if ranks > 1 else ():
+        layers = {n: m for n, m in module.named_children() if table.get(f"{name}.{n}".strip(".")) == "column"}
+        features = {m.out_features for m in layers.values() if isinstance(m, nn.Linear)}
+        counts = {n: x for n, x in vars(module).items() if type(x) is int and "head" in n}
+        sizes = {n: counts.pop(n) for n in list(counts) if "dim" in n or "size" in n}
+        divided = {n: k for n, k in counts.items() if any(k * x * ranks in features for x in sizes.values())}
+        if any(features.isdisjoint(k * x for x in sizes.values()) for k in divided.values()):
+            vars(module).update({n: k * ranks for n, k in divided.items()})
+            told += [f"{name}.{n}" for n in divided]
+    if told:
+        warnings.warn(
+            f"{few(told)}: had been divided by the {ranks} ranks that share heads, and are what they were: "
+            "forward sees the heads of all ranks here. Leave the number of heads as it is.",
+            stacklevel=user_frame()[0],
+        )
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
