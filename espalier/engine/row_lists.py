@@ -29,8 +29,8 @@ def closed(batch: Any, tensors: Literal["none", "ragged", "all"] = "none") -> An
     """A batch whose lists with an entry for each row are closed.
 
     Lists of dicts are, where tensors beside them tell the number of rows. ``tensors`` says which others are,
-    those of tensors (the masks of each image), and lists with nothing beside them: none, for they may be
-    several inputs with all rows in each; those whose tensors differ in their first dims; all.
+    those of tensors (the masks of each image): none, for they may be several inputs with all rows in each;
+    those whose tensors have other first dims; all, and lists of dicts with nothing beside them.
     """
     lists = list(_lists(batch))
     if not lists:
@@ -38,21 +38,25 @@ def closed(batch: Any, tensors: Literal["none", "ragged", "all"] = "none") -> An
     within = {id(x) for x in tensors_in(lists)}
     sizes = {x.shape[0] for x in tensors_in(batch) if x.ndim and id(x) not in within}
     is_told = len(sizes) == 1
-    if not is_told:
+    if not is_told:  # a list is rather a batch's tensors
         sizes = {len(x) for x in lists}
-        if tensors == "none" or len(sizes) != 1:
+        if tensors != "all" or len(sizes) != 1 or not any(map(_has_dicts, lists)):
             return batch
     (n,) = sizes
 
     def is_of_rows(x: list[Any]) -> bool:
         if len(x) != n or not tensors_in(x):
             return False
-        if tensors == "all" or (is_told and all(isinstance(entry, Mapping) for entry in x)):
+        if tensors == "all" or _has_dicts(x):
             return True
         return tensors == "ragged" and {part.shape[0] for part in tensors_in(x) if part.ndim} != {n}
 
     of_rows = {id(x): RowList(x) for x in lists if is_of_rows(x)}
     return _replaced(batch, of_rows) if of_rows else batch
+
+
+def _has_dicts(x: list[Any]) -> bool:
+    return all(isinstance(entry, Mapping) for entry in x)
 
 
 def opened(batch: Any, device: torch.device) -> Any:
