@@ -7,6 +7,7 @@ error, unless its value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -457,7 +458,34 @@ ALIASES: Final = MappingProxyType(
 )
 
 
+_SUBJECTS = MappingProxyType(
+    {
+        "train_batch_size": "The batch",
+        "optimizer.type": "Optimizer, schedule, clipping",
+        "fp16.enabled": "Precision, and how gradients travel",
+        "zero_optimization.stage": "ZeRO and offload",
+        "tensor_parallel.autotp_size": "Cuts of layers and sequences",
+        "pipeline.stages": "Pipelines and recomputation",
+        "steps_per_print": "Logs, profiles, monitors",
+        "checkpoint.tag_validation": "Files of checkpoints",
+        "compile.deepcompile": "Compilation",
+        "autotuning": "What is not done here",
+    }
+)
+"""Of the page's tables the first key, and the heading."""
+
+
 def markdown(keys: Iterable[Key] = _TABLE) -> str:
-    """The table as docs/deepspeed.md has it."""
-    lines = ["| key | | |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{key.name}` | {key.fate} | {key.reason} |" for key in keys)])
+    """The tables as docs/deepspeed.md has them: neighbours of one table that share their fate share a row."""
+    lines: list[str] = []
+
+    def shared(key: Key) -> tuple[str, str, str]:
+        return key.fate, key.reason, key.name.rpartition(".")[0]
+
+    for (fate, reason, table), group in groupby(keys, shared):
+        names = [key.name for key in group]
+        if subject := _SUBJECTS.get(names[0]):
+            lines += ["", f"### {subject}", "", "| key | | how, or why |", "|---|---|---|"]
+        names[1:] = [name.removeprefix(f"{table}.") for name in names[1:]]
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {fate} | {reason} |")
+    return "\n".join(lines).strip()
