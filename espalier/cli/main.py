@@ -57,6 +57,7 @@ Rendezvous = Annotated[
     typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is."),
 ]
 Debug = Annotated[bool, _flag("--debug", help="Show tracebacks.")]
+_CLUSTERS = sorted(x.stem for x in (Path(__file__).parent.parent / "planner" / "shipped").glob("*.toml"))
 From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.")]
 To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.")]
@@ -198,7 +199,8 @@ def plan(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="A cluster that is shipped, a file, or here: this machine, as calibrate measured it.",
+            help=f"One that is shipped ({', '.join(_CLUSTERS)}), a file, or here: this machine, as calibrate "
+            "measured it.",
         ),
     ],
     set_: Set = None,

@@ -26,10 +26,18 @@ _OF_TERMS = {
 }
 _NEXT = tuple(
     "expert replicate tensor tensor_mode pipe zero recompute sequence_parallel "
-    "async_tensor_parallel schedule offload".split()
+    "async_tensor_parallel context schedule offload".split()
 )
-_UNSEARCHED = "branches, other orders of the axes, shares of what is off the device, recompute_inputs"
-_PLACES = {"host": "the host's memory", "disk": "disk"}
+_UNSEARCHED = (
+    "branches, other orders of the axes, shares of what is off the device, recompute_inputs, recomputation "
+    "of some blocks alone"
+)
+_DEVICE = (
+    (("host_us_per_op", "backward_us_per_op"), "host time"),
+    (("ceiling", "attention_ceiling"), "products and attention"),
+)
+"""Numbers of a device that are varied together."""
+_PLACES = {"host": "in the host's memory", "disk": "on disk"}
 
 
 @dataclass(frozen=True)
@@ -161,12 +169,12 @@ def _step(first: Prediction, step: Step) -> list[str]:
 
 def _checked(x: Checked) -> tuple[str, str, str, str]:
     left = "" if x.fits else f"left out: more than the {gigabytes(x.limit)} that it may take"
-    left = left or "".join(f"and {gigabytes(n)} on {place}" for place, n in x.away.items())
+    left = left or " ".join(f"and {gigabytes(n)} on {place}" for place, n in x.away.items())
     return f"  {words(x.prediction.plan)}", gigabytes(x.prediction.bytes), gigabytes(x.bytes), left
 
 
 def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
-    head = ("", "plan", "rows", "step s", "±", "from", "samples/s", "GB", "GB sent")
+    head = ("", "plan", "rows", "step s", "±", "from", "samples/s", "MFU", "GB", "GB sent")
     plain = {id(x) for x in result.plain}
     lines = [head]
     for number, x in enumerate(rows):
@@ -174,17 +182,18 @@ def _table(rows: Iterable[Prediction], result: Found) -> list[str]:
         sent = " ".join(f"{axis} {n / 1e9:.3g}" for axis, n in x.sent.items() if n)
         size = f"{gigabytes(x.bytes)}{'' if x.fits else ' (too much)'}"
         known = result.cluster.weakest(key for term, n in x.terms.items() if n for key in constants(term))
-        time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, f"{result.batch / x.seconds:.4g}"
+        speed = f"{result.batch / x.seconds:.4g}", f"{result.mfu(x):.1%}"
+        time = f"{x.seconds:.4g}", f"{x.error:.0%}", known, *speed
         size += "".join(f" + {gigabytes(n)} on {place}" for place, n in x.away.items())
         lines.append((name, words(x.plan), str(x.rows), *time, size, sent))
-    return in_columns(lines, "<<>>><>><")
+    return in_columns(lines, "<<>>><>>><")
 
 
 def off_the_device(x: Prediction, cluster: Cluster) -> list[str]:
     """What of a rank lies where, of how much room it has there, one line each place."""
     rooms = {place: cluster.room(place, x.plan.world_size) / 1e9 for place in x.away}
     return [
-        f"beside that, {gigabytes(n)} in {_PLACES[place]}, of {rooms[place]:.4g}"
+        f"beside that, {gigabytes(n)} GB {_PLACES[place]}, of {rooms[place]:.4g} GB"
         for place, n in x.away.items()
     ]
 
@@ -202,12 +211,11 @@ def why_not(result: Found) -> list[str]:
         if key in result.fixed or (key == "schedule" and first.plan.pipe == 1):
             continue
         others = [x for x in result.best if getattr(x.plan, key) != own]
-        if key in ("expert", "replicate") and own == 1 and not others:
-            continue
         if key == "schedule":
             others = [x for x in others if x.plan.pipe > 1]
         if not others:
-            lines.append(f"{key} other than {_said(own)}: none that was tried fits")
+            if key in result.tried:
+                lines.append(f"{key}: with another than {_said(own)}, of what was tried, nothing fits")
             continue
         x = min(others, key=lambda x: x.seconds)
         names = first.terms.keys() | x.terms.keys()
@@ -254,9 +262,10 @@ def to_dict(result: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
     return {
         "cluster": result.cluster.model_dump(mode="json"),
         "batch": result.batch,
-        "best": [x.to_dict() for x in result.best[:_SHOWN]],
-        "plain": [x.to_dict() for x in result.plain],
-        "least": result.least.to_dict() if result.least else None,
+        "flops": result.flops,
+        "best": [_numbers(x, result) for x in result.best[:_SHOWN]],
+        "plain": [_numbers(x, result) for x in result.plain],
+        "least": _numbers(result.least, result) if result.least else None,
         "scored": result.scored,
         "recorded": result.recorded,
         "refused": dict(result.refused),
@@ -273,22 +282,24 @@ def to_dict(result: Found, checked: Sequence[Checked] = ()) -> dict[str, Any]:
     }
 
 
+def _numbers(x: Prediction, result: Found) -> dict[str, Any]:
+    return {**x.to_dict(), "mfu": result.mfu(x)}
+
+
 def variants(cluster: Cluster) -> dict[str, Cluster]:
-    """The same cluster with one thing a fifth better or worse."""
+    """The same cluster with one thing a fifth more or less."""
     clusters = {}
-    for sign, factor in (("-20 %", 0.8), ("+20 %", 1.25)):
+    for sign, factor in (("-20 %", 0.8), ("+20 %", 1.2)):
         levels = tuple(
             x.model_copy(update={"bandwidth_gbs": x.bandwidth_gbs * factor}) for x in cluster.level
         )
         device = cluster.device
         clusters[f"links {sign}"] = cluster.model_copy(update={"level": levels})
-        for key, name in (("host_us_per_op", "host time"), ("ceiling", "products")):
-            to = (
-                min(1.0, getattr(device, key) * factor) if key == "ceiling" else getattr(device, key) * factor
-            )
-            clusters[f"{name} {sign}"] = cluster.model_copy(
-                update={"device": device.model_copy(update={key: to})}
-            )
+        for keys, name in _DEVICE:
+            own = {key: getattr(device, key) for key in keys if getattr(device, key) is not None}
+            top = math.inf if "host" in name else 1.0
+            to = {key: min(top, x * factor) for key, x in own.items()}
+            clusters[f"{name} {sign}"] = cluster.model_copy(update={"device": device.model_copy(update=to)})
         host = cluster.host.model_copy(
             update={
                 "to_device_gbs": cluster.host.to_device_gbs * factor,
@@ -296,4 +307,8 @@ def variants(cluster: Cluster) -> dict[str, Cluster]:
             }
         )
         clusters[f"hosts {sign}"] = cluster.model_copy(update={"host": host})
+        speeds = {key: getattr(cluster.disk, key) * factor for key in ("read_gbs", "write_gbs")}
+        clusters[f"disks {sign}"] = cluster.model_copy(
+            update={"disk": cluster.disk.model_copy(update=speeds)}
+        )
     return clusters

@@ -111,6 +111,9 @@ class Found:
         refused: what the engine does not run, and why.
         fixed: keys of the plan that were not searched.
         limit: bytes that a plan may take of a device.
+        tried: keys of the plan for which several values were scored.
+        flops: floating-point operations of the plain model's step: three times those of its forward pass.
+        peak: what a device can do of these in a second, by its data sheet.
     """
 
     cluster: Cluster
@@ -123,3 +126,10 @@ class Found:
     refused: Mapping[str, str] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
     limit: float = math.inf
+    tried: frozenset[str] = frozenset()
+    flops: float = 0.0
+    peak: float = math.inf
+
+    def mfu(self, x: Prediction) -> float:
+        """The share of the devices' peak that the plain model's operations are in a plan's step."""
+        return self.flops / (x.seconds * x.plan.world_size * self.peak)

@@ -120,7 +120,7 @@ class Prices:
         measured = self._rate(op)
         if measured is not None:
             return op.flops / (measured * device.in_steps)
-        peak = self._peak(op.dtype)
+        peak = self.peak(op.dtype)
         if op.kind == "attention" and device.attention == "math":
             batches, heads, sequence, _ = op.sizes
             written = batches * heads * sequence**2 * (_BACKWARD if "backward" in op.name else _FORWARD)
@@ -153,7 +153,7 @@ class Prices:
         grid = self._products.get("bfloat16" if op.dtype.startswith(_EIGHT) else op.dtype)
         return grid.at(*op.sizes[1:]) * 1e9 if grid else None
 
-    def _peak(self, dtype: str) -> float:
+    def peak(self, dtype: str) -> float:
         """Operations a second; of 16 bits where a device has one kind of them, and of 8, those of that."""
         tflops = self.cluster.device.tflops
         halves = _HALVES if dtype in _HALVES or dtype.startswith(_EIGHT) else ()

@@ -30,6 +30,7 @@ _STORES = (
     *("index_put_", "index_add_", "index_copy_", "index_fill_"),
     *("scatter_", "scatter_add_", "scatter_reduce_"),
 )
+_CAUSAL = " (causal)"
 # these products add to what they are given first
 _ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
@@ -54,6 +55,11 @@ class Op(NamedTuple):
     dtype: str
     flops: int
     moved: int
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is attention of which half is left out, and half of the operations count."""
+        return self.name.endswith(_CAUSAL)
 
 
 class Under(NamedTuple):
@@ -256,7 +262,7 @@ class _Recorder(DispatchMode):
             names = [argument.name for argument in schema_of(func).arguments]
             told = dict(zip(names, args, strict=False)) | kwargs
             if told.get("is_causal") or told.get("custom_mask_type"):  # 1 and 2: both are causal
-                flops //= 2
+                flops, name = flops // 2, name + _CAUSAL
             return Op(name, "attention", tuple(q.shape), dtype, flops, moved)
         sizes = _product_sizes(name, args, outputs[0]) if outputs else None
         if sizes is None:

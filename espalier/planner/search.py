@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from pydantic import model_validator
 from espalier.later import uncollected
 from espalier.parallel import Plan
 from espalier.parallel.fused import has_host_kernel
-from espalier.parallel.plan import Offload, known_as
+from espalier.parallel.plan import Offload, Precision, known_as
 from espalier.parallel.schedules import Costs as Times
 from espalier.parallel.schedules import Schedule, Timeline, find_schedule, live, simulate
 from espalier.planner.cells import Away, Cell, Costs, Recorder, Refused, Update
@@ -22,8 +23,17 @@ from espalier.planner.cluster import Cluster
 from espalier.planner.compose import pipe_rank
 from espalier.planner.events import Step, step_of
 from espalier.planner.memory import NOTHING, carried, memory_by_rank, share_here, ways
-from espalier.planner.prediction import DIVIDED, UNPRICED, Found, Prediction, kinds_of, plan_table
+from espalier.planner.prediction import (
+    DIVIDED,
+    SEARCHED,
+    UNPRICED,
+    Found,
+    Prediction,
+    kinds_of,
+    plan_table,
+)
 from espalier.planner.prices import HIDDEN, Prices, Spent, Stage, spent_on
+from espalier.planner.recording import Op
 from espalier.planner.space import Space, divisors
 from espalier.trees import leaves
 
@@ -100,12 +110,14 @@ class Search:
         }
         self._link = cluster.source("level").spread
 
-    def again(self, cluster: Cluster | None = None, ranks: int | None = None) -> Search:
-        """The same search on another cluster, or with other ranks."""
+    def again(
+        self, cluster: Cluster | None = None, ranks: int | None = None, precision: Precision | None = None
+    ) -> Search:
+        """The same search on another cluster, with other ranks, or in another precision."""
         return Search(
             self._recorder,
             cluster or self.cluster,
-            self._base,
+            self._base if precision is None else self._base.model_copy(update={"precision": precision}),
             ranks=ranks or self.ranks,
             fixed=self._fixed,
             memory=self._share,
@@ -519,6 +531,7 @@ class Search:
         best = sorted(map(self.simulated, fit[:_TIMELINES]), key=lambda x: x.seconds) + fit[_TIMELINES:]
         least = None if fit else min(scored, key=lambda x: x.bytes)
         plain = [self._plain(scored, zero) for zero in (0, 3)]
+        tried = [key for key in SEARCHED if len({str(getattr(x.plan, key)) for x in scored}) > 1]
         return Found(
             self.cluster,
             self._batch,
@@ -530,7 +543,24 @@ class Search:
             self.refused,
             frozenset(self._fixed),
             self.limit,
+            frozenset(tried),
+            *self._work(scored),
         )
+
+    def _work(self, scored: Sequence[Prediction]) -> tuple[float, float]:
+        """Floating-point operations of the plain model's step, and a device's peak in most of them's dtype.
+
+        As the cell that cuts the model least has them; of a causal attention's none is left out.
+        """
+        x = min(scored, key=lambda x: (x.plan.context, x.plan.expert, x.plan.tensor, x.plan.depth, x.rows))
+        costs, count = self._recorder.costs(self._cell(x.plan, x.rows)), Counter[str]()
+        for events, times in ((costs.block, self._recorder.blocks), (costs.rest, 1)):
+            for event, n in events.get("forward", {}).items():
+                if isinstance(event, Op):
+                    count[event.dtype] += n * times * event.flops * (2 if event.is_causal else 1)
+        share = x.rows / (self._batch * x.plan.tensor * x.plan.context)
+        dtype = max(count, key=lambda dtype: count[dtype], default="float32")
+        return 3 * sum(count.values()) / share, self._priced(x.plan).peak(dtype)
 
     def _asynchronous(self, scored: Sequence[Prediction]) -> list[Prediction]:
         """Plans whose tensor ranks multiply while sequences travel, where that may be the best, or nearly.

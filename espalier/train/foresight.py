@@ -138,9 +138,10 @@ def planned(job: Job, ranks: int | None = None) -> Job:
 def _search(
     job: Job, cluster: str, ranks: int | None, fixed: dict[str, Any], memory: float
 ) -> tuple[Search, Recorder]:
+    where = Cluster.load(cluster)  # a mistake in it is told before a model is built
     model, plan, options = on_meta(job)
     optimizer, batch = options.pop("optimizer"), batch_on_meta(job)
     options["max_grad_norm"] = job.clip
     recorder = Recorder(model, optimizer, batch, options, recordings())
-    search = Search(recorder, Cluster.load(cluster), plan, ranks=ranks, fixed=fixed, memory=memory)
+    search = Search(recorder, where, plan, ranks=ranks, fixed=fixed, memory=memory)
     return search, recorder

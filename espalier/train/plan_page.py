@@ -220,7 +220,7 @@ def _figures(searched: Found) -> str:
 
 
 def _best(searched: Found) -> str:
-    head = ("", "plan", "rows", "step", "±", "samples/s", "memory", "sent")
+    head = ("", "plan", "rows", "step", "±", "samples/s", "MFU", "memory", "sent")
     rows = [
         (
             number,
@@ -229,6 +229,7 @@ def _best(searched: Found) -> str:
             _seconds(x.seconds),
             f"{x.error:.0%}",
             f"{searched.batch / x.seconds:,.4g}",
+            f"{searched.mfu(x):.1%}",
             f"{readable_bytes(x.bytes)}{'' if x.fits else ' (too much)'}"
             + "".join(f"\n+ {readable_bytes(n)} on {place}" for place, n in x.away.items()),
             "\n".join(f"{axis} {readable_bytes(n)}" for axis, n in x.sent.items() if n),
