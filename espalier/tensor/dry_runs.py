@@ -74,7 +74,8 @@ def _grouped_product(
     sizes = [*a.shape[-2:-1], *b.shape[-1:]]
     if a.ndim == b.ndim:
         sizes = [len(a) if a.ndim == 3 or offs is None else len(offs), *sizes]
-    return a.new_empty(sizes, dtype=out_dtype or a.dtype)
+    like = b if type(b) is FakeTensor else a
+    return like.new_empty(sizes, dtype=out_dtype or a.dtype)
 
 
 # attention's kernels: the CPU's, which dry runs use (see ``tensor.rules.attention_blocks``), and devices'
@@ -198,6 +199,8 @@ class _Made(NamedTuple):
 
 def remembered(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation gives, found out once where it makes new tensors of some that have no data."""
+    if func is torch.ops.aten._grouped_mm.default and any(type(x) is FakeTensor for x in args[:2]):
+        return _grouped_product(*args, **kwargs)  # torch makes that of bfloat16 alone
     out = _remembered(func, args, kwargs)
     return func(*args, **kwargs) if out is None else out[0]
 

@@ -39,6 +39,17 @@ class Blocks(nn.Module):
         return x
 
 
+class Grouped(nn.Module):
+    """Rows by groups, each with a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x, self.weight, offs=torch.tensor([2, 6], dtype=torch.int32))
+
+
 class Skips(Blocks):
     """A U-Net's connections, across several stages."""
 
@@ -590,3 +601,15 @@ def test_sizes_by_values() -> None:
         torch.testing.assert_close(last(first((), (x, mask)), (x, mask)), model(x, mask))
         assert [value.shape for value in last.inputs][-1] == (int(mask.sum()), 4)
     assert len(set(map(id, found))) == 3
+
+
+def test_products_by_groups_are_followed_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes their shapes of bfloat16 alone; run on values, a layer of experts takes its memory."""
+
+    def valued(*given: Any) -> Any:
+        raise AssertionError("a module was run on values")
+
+    monkeypatch.setattr("espalier.parallel.pipeline.trace.some", valued)
+    model = nn.Sequential(Grouped(), nn.Linear(8, 8), Grouped(), nn.Linear(8, 8))
+    x = X.float()
+    equal(model, x, split(model, 2, x))
