@@ -483,12 +483,12 @@ class Engine(Surface):
 
         Args:
             parts: batches, as the engine is called on them; each weighs by what its loss is a mean over. In
-                a pipeline they pass through the stages one behind the other.
+                a pipeline they pass through the stages one behind the other. Or one batch by itself.
 
         Raises:
             ValueError: that cannot be seen, or there is none.
         """
-        return self.passes.evaluate(parts)
+        return self.passes.evaluate([parts] if self._call.is_batch(parts) else parts)
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
@@ -736,7 +736,8 @@ class Engine(Surface):
         """Forward and backward of all micro-batches of a step: :meth:`step` is next.
 
         Args:
-            parts: what :meth:`cut` gives, or of each of the :meth:`micro_batches` the :meth:`local_batch`.
+            parts: what :meth:`cut` gives, or of each of the :meth:`micro_batches` the :meth:`local_batch`; a
+                batch by itself is cut.
             phase: is told when a ``"forward"`` and when a ``"backward"`` begins.
 
         With ``Plan(accumulate=...)`` ``p.grad`` can be read after :meth:`finish_gradients`.
@@ -744,7 +745,7 @@ class Engine(Surface):
         Raises:
             ValueError: in a pipeline: there are no micro-batches, or the last ones wait for a step.
         """
-        self.passes.train(parts, phase, self.forward, self.backward)
+        self.passes.train(self._call.parts(parts), phase, self.forward, self.backward)
         self.passes.call_waiting()
 
     @property

@@ -89,6 +89,25 @@ class ModelCall:
             return batch[0], batch[1]
         return batch, batch
 
+    def parts(self, given: Any) -> Iterable[Any]:
+        """Micro-batches; a batch that stands in their place is cut."""
+        parts: Iterable[Any] = self.batches.cut(given) if self.is_batch(given) else given
+        return parts
+
+    def is_batch(self, given: Any) -> bool:
+        """Whether what stands where several batches are expected is one: of tensors, as the model is called.
+
+        A list of two tensors, as loaders make pairs, is one where its tensors could not be two batches.
+        """
+        if isinstance(given, Mapping | torch.Tensor):
+            return True
+        if isinstance(given, tuple):
+            return any(isinstance(x, torch.Tensor) for x in given)
+        if self.loss_fn is None or not isinstance(given, list) or len(given) != 2:
+            return False
+        kinds = [(x.dtype, x.shape[1:]) for x in given if isinstance(x, torch.Tensor)]
+        return len(kinds) == 2 and kinds[0] != kinds[1]
+
     def alone(self, inputs: Any) -> Any:
         """A batch that has but these inputs."""
         return inputs if self.loss_fn is None else (inputs, None)

@@ -41,6 +41,28 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
 
 
+def by_itself(rank: int, world: int) -> None:
+    """One batch where several are expected is one: a pair is not two batches."""
+    layer = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    engine = espalier.initialize(
+        layer, optimizer, {"data": world, "accumulate": 2}, loss_fn=torch.nn.functional.mse_loss
+    )
+    pair = torch.arange(12.0).view(4, 3), torch.ones(4, 1)
+    expected = engine.evaluate([pair])
+    with torch.no_grad():
+        assert abs(expected.item() - engine(pair).item()) < 1e-6
+    assert engine.evaluate(pair) == engine.evaluate(list(pair)) == expected
+    before = espalier.full_tensor(layer.weight.detach()).clone()
+    engine.accumulate(pair)
+    assert engine.step() and engine.evaluate(pair) != expected
+    assert not torch.equal(espalier.full_tensor(layer.weight.detach()), before)
+
+
+def test_a_batch_by_itself(ranks: Any) -> None:
+    ranks(2, by_itself)
+
+
 def trains(rank: int, world: int, plan: dict[str, Any]) -> None:
     net = model()
     plain = copy.deepcopy(net)
@@ -60,6 +82,7 @@ def trains(rank: int, world: int, plan: dict[str, Any]) -> None:
             with torch.no_grad():
                 engine(parts[0])  # a look
             assert abs(engine.evaluate(parts).item() - expected.item()) < TOLERANCE
+            assert engine.evaluate(parts[0]) == engine.evaluate(parts[:1])
             engine.finish_gradients()
             assert apart(net, plain, gradients=True) < TOLERANCE
             assert engine.step()
