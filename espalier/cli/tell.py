@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -173,8 +176,19 @@ def one_clear_message(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        complain(_message(error))
+        complain(_message(error) + _place(error))
         raise typer.Exit(2) from None
+
+
+def _place(error: Exception) -> str:
+    """A line that says where in the user's own files an error came up; nothing where that was elsewhere."""
+    ours = "<", str(Path(__file__).parent.parent), sys.prefix, sys.base_prefix
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(ours)]
+    frames = [x for x in frames if "-packages" not in x.filename]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"\nIt came up in {last.filename}, line {last.lineno}, in {last.name}: {last.line}"
 
 
 def _message(error: Exception) -> str:

@@ -276,6 +276,15 @@ def test_a_model_of_ones_own_may_give_dicts(job, tmp_path):
     assert code == 0 and "PASS" in out, err
 
 
+def test_an_error_of_ones_own_model_is_told_with_its_place(job, tmp_path):
+    (tmp_path / "broken.py").write_text(DICTS.replace("self.net(input_ids)", "self.net(input_ids).nothing"))
+    model = "[model]\nkind = 'module'\nbuild = 'broken:Net'\nvocab_size = 300\n[data]"
+    job.write_text(model + JOB.partition("[data]")[2])
+    code, _, err = call("dry", job)
+    assert code == 2 and "has no attribute 'nothing'" in err
+    assert "broken.py, line 10, in forward: logits" in err
+
+
 def test_the_same_seed_trains_the_same(job, tmp_path):
     losses = []
     for out in ("a", "b"):
