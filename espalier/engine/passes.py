@@ -97,7 +97,7 @@ class ModelCall:
     def is_batch(self, given: Any) -> bool:
         """Whether what stands where several batches are expected is one: of tensors, as the model is called.
 
-        A list of two tensors, as loaders make pairs, is one where its tensors could not be two batches.
+        A list of two tensors, as loaders make pairs, is one where these are of two kinds: no two batches are.
         """
         if isinstance(given, Mapping | torch.Tensor):
             return True
@@ -105,7 +105,7 @@ class ModelCall:
             return any(isinstance(x, torch.Tensor) for x in given)
         if self.loss_fn is None or not isinstance(given, list) or len(given) != 2:
             return False
-        kinds = [(x.dtype, x.shape[1:]) for x in given if isinstance(x, torch.Tensor)]
+        kinds = [(x.dtype, x.ndim) for x in given if isinstance(x, torch.Tensor)]
         return len(kinds) == 2 and kinds[0] != kinds[1]
 
     def alone(self, inputs: Any) -> Any:

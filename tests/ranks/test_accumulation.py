@@ -43,12 +43,12 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def by_itself(rank: int, world: int) -> None:
     """One batch where several are expected is one: a pair is not two batches."""
-    layer = torch.nn.Linear(3, 1)
+    layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     engine = espalier.initialize(
-        layer, optimizer, {"data": world, "accumulate": 2}, loss_fn=torch.nn.functional.mse_loss
+        layer, optimizer, {"data": world, "accumulate": 2}, loss_fn=torch.nn.functional.cross_entropy
     )
-    pair = torch.arange(12.0).view(4, 3), torch.ones(4, 1)
+    pair = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
     expected = engine.evaluate([pair])
     with torch.no_grad():
         assert abs(expected.item() - engine(pair).item()) < 1e-6
