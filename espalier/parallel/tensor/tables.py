@@ -37,7 +37,7 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.dtensor import become_parameter
 from espalier.tensor.modules import distribute_module, lay_out_parameter
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few, listed
 from espalier.torch_private import forward_hooks
 
@@ -394,10 +394,9 @@ def _count_all_heads(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
             vars(module).update({n: k * ranks for n, k in divided.items()})
             told += [f"{name}.{n}" for n in divided]
     if told:
-        warnings.warn(
+        tell(
             f"{few(told)}: had been divided by the {ranks} ranks that share heads, and are what they were: "
-            "forward sees the heads of all ranks here. Leave the number of heads as it is.",
-            stacklevel=user_frame()[0],
+            "forward sees the heads of all ranks here. Leave the number of heads as it is."
         )
 
 
