@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from espalier.meanwhile import having
-from espalier.parallel.apart import calls_within, is_torchs
+from espalier.parallel.apart import is_torchs, use_of_closure
 from espalier.parallel.several import Several, holders, parts_of
 from espalier.tensor import DTensor
 from espalier.tensor.loans import is_whole
@@ -20,7 +20,7 @@ from espalier.tensor.observers import tell
 from espalier.torch_private import call_before_step, keeps_hooks, without_hooks_before_step
 
 _TOLD = "_told_of_gone"  # at an optimizer: that it was told of its engine
-_NOTE = "_calls_within"  # at an optimizer: what :func:`calls_within` says
+_NOTE = "_use_of_closure"  # at an optimizer: what :func:`use_of_closure` says
 
 
 class Steps(Protocol):
@@ -52,15 +52,17 @@ def bind(optimizer: torch.optim.Optimizer, engine: Steps) -> None:
             return own(*args, **options)
         closure, out = args[0] if args else options.get("closure"), None
         inner, around_update = own, cast(AbstractContextManager[None], nullcontext())
+        use = None if closure is None else _use_of_closure(self)
+        if use == "never":
+            closure, inner = None, partial(own, *args, **options)
         if closure is not None:
-            within = _calls_within(self)
-            if within:
+            if use == "within":
                 return engine.step_by_closure(self, partial(own, *args, **options))
             if keeps_hooks(self):
                 closure, around_update = call_before_step(self, closure), without_hooks_before_step(self)
             with torch.enable_grad():
                 out = closure()
-            if within is not None and not is_torchs(self):
+            if use is not None and not is_torchs(self):
                 inner = partial(own, lambda: out)  # that asks what the loss is
         # within, the optimizer's own step, without what others have put around it: that runs now
         with having(self, step=inner), around_update:
@@ -100,10 +102,10 @@ def _tell_of_gone(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
+def _use_of_closure(optimizer: torch.optim.Optimizer) -> str | None:
     if _NOTE not in vars(optimizer):
-        vars(optimizer)[_NOTE] = calls_within(optimizer)
-    found: bool | None = vars(optimizer)[_NOTE]
+        vars(optimizer)[_NOTE] = use_of_closure(optimizer)
+    found: str | None = vars(optimizer)[_NOTE]
     return found
 
 

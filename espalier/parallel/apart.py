@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -84,8 +84,8 @@ def _is_of_all(optimizer: torch.optim.Optimizer) -> bool:
         return False
     cpu, (one, two) = torch.device("cpu"), map(_clipping_alike, (_whole, _on_two_ranks))
     ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
-    if ends is None and (within := calls_within(optimizer)) is not None:
-        if within:
+    if ends is None and (use := use_of_closure(optimizer)) is not None:
+        if use == "within":
             return False  # its step is no part of the engine's
         one, two = map(_given_loss, (one, two))  # it asks for that (AliG)
         ends = tried(optimizer, cpu, [(one, 1.0), (two, 1.0)])
@@ -113,17 +113,17 @@ def _reaches_others(optimizer: torch.optim.Optimizer, device: torch.device, way:
     return False
 
 
-def calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether its step calls a closure after it has changed parameters, or more than once; None: not known.
+def use_of_closure(optimizer: torch.optim.Optimizer) -> Literal["first", "within", "never"] | None:
+    """When its step calls a closure that it is given; None: not known.
 
-    Such a step is one for a gradient elsewhere (sharpness-aware minimization). Others call it first, if at
-    all.
+    Most call it once, before anything else. One that does so *within*, after it has changed parameters, or
+    more than once, is one for a gradient elsewhere (sharpness-aware minimization). Some *never* look at it.
     """
     if is_torchs(optimizer):
-        return isinstance(optimizer, torch.optim.LBFGS)
+        return "within" if isinstance(optimizer, torch.optim.LBFGS) else "first"
     if isinstance(optimizer, Several):
         return None
-    found: list[bool] = []
+    found: list[list[bool]] = []  # of each step and call: have parameters been as they were?
 
     def watched(twin: torch.optim.Optimizer, params: list[torch.Tensor]) -> Step:
         def step() -> None:
@@ -134,12 +134,15 @@ def calls_within(optimizer: torch.optim.Optimizer) -> bool | None:
                 return torch.ones(())
 
             twin.step(closure)  # type: ignore[arg-type]
-            found.append(len(calls) > 1 or not all(calls))
+            found.append(calls)
 
         return step
 
-    ends = tried(optimizer, torch.device("cpu"), [(watched, 1.0)])
-    return None if ends is None else any(found)
+    if tried(optimizer, torch.device("cpu"), [(watched, 1.0)]) is None:
+        return None
+    if any(len(calls) > 1 or not all(calls) for calls in found):
+        return "within"
+    return "first" if any(found) else "never"
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
