@@ -33,7 +33,7 @@ from espalier.parallel.pipeline.remembered import Place, says_data
 from espalier.parallel.pipeline.runtime import InferredShapes, Runtime
 from espalier.parallel.pipeline.shape_inference import ShapeInference, twin_of
 from espalier.parallel.pipeline.split import Split, StageProgram, refuse_later, split
-from espalier.parallel.pipeline.trace import BrokenError
+from espalier.parallel.pipeline.trace import own_error
 from espalier.parallel.plan import Offload, Plan
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule, with_messages
 from espalier.parallel.schedules.generate import find_schedule
@@ -403,7 +403,7 @@ class Stages:
         try:
             self.split = split(model, len(places), example, plan.cuts, costs, device=device, divide=not whole)
         except SplitError as error:
-            if isinstance(error.__cause__, BrokenError) and not mesh.is_dry:
+            if own_error(error) is not None and not mesh.is_dry:
                 _try_once(model, example)
             if plan.cuts is not None or isinstance(error.__cause__, NotCopiedError):
                 raise

@@ -8,7 +8,7 @@ program gets it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
@@ -171,3 +171,10 @@ def _names_of_tensors(x: Any, depth: int = 3) -> list[str]:
     names = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
     inner = (_names_of_tensors(value, depth - 1) for value in held.values()) if depth else ()
     return names or next(filter(None, inner), [])
+
+
+def some(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of values that mean nothing."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -31,7 +31,7 @@ from espalier.parallel.pipeline.model_stand_ins import OF_TORCH, Marks, ModelSta
 from espalier.parallel.pipeline.objects import closed, traced_output
 from espalier.parallel.pipeline.programs import Divided, Env, ProgramStep, SentValue, marked, parted, same
 from espalier.parallel.pipeline.record import SplitError, TorchState, Trace, ValuesError
-from espalier.parallel.pipeline.trace import trace
+from espalier.parallel.pipeline.trace import told_as_own, trace
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.loans import here
 from espalier.tensor.names import Reads
@@ -343,16 +343,17 @@ class _Family:
 
     def trace(self, batch: Any, as_plain: Callable[[Any], Any] | None = None) -> Trace:
         """A trace for a batch; ``as_plain``: what stands in it for its tensors, else their whole values."""
+        whole = dict(self.whole)
         with disable_modes():  # who counts memory or operations is not to count these
             while True:
                 try:
-                    given = mapped(as_plain or _plain, batch)
-                    traced = trace(given, self.device, self.stand_ins, self.whole)
+                    traced = trace(mapped(as_plain or _plain, batch), self.device, self.stand_ins, self.whole)
                     self.written |= traced.written | traced.writes_to(self._names)
                     self.writes_weights = not self.written.isdisjoint(self._names)
                     return traced
                 except ValuesError as error:
                     if not error.module or self.is_cut or error.module in self.whole:
+                        self.whole = whole
                         raise
                     self.whole[error.module] = error
 
@@ -360,15 +361,15 @@ class _Family:
         key = *self.key(batch), *state
         same = self.known.setdefault(key, [])
         self.known.move_to_end(key)
-        for candidate in same:
-            if candidate.holds(batch):
-                return candidate
+        if (known := next((one for one in same if one.holds(batch)), None)) is not None:
+            return known
         found = None
-        if same and not any(candidate.reads for candidate in same):
-            # attributes are others, maybe on this rank alone (it has saved the model): nothing may be sent
-            found = self.checked(self.trace(batch, _of_that_shape))
-        if found is None or found.reads:
-            found = self.checked(self.trace(batch))
+        with told_as_own():
+            if same and not any(candidate.reads for candidate in same):
+                # attributes are others, maybe on this rank alone (it saved the model): nothing may be sent
+                found = self.checked(self.trace(batch, _of_that_shape))
+            if found is None or found.reads:
+                found = self.checked(self.trace(batch))
         if len(same) == _ALIKE:
             del same[0]
             _tell_of_traces()

@@ -31,7 +31,7 @@ from espalier.parallel.pipeline.model_stand_ins import (
     newly_hooked,
     unlike,
 )
-from espalier.parallel.pipeline.objects import closed, opened
+from espalier.parallel.pipeline.objects import closed, opened, some
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
@@ -280,11 +280,31 @@ def _calls_seen(seen: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Hidden(Exception):
-    """A module does what cannot be followed, but may be called whole."""
+    """A module does what cannot be followed, but may be called whole.
+
+    Attributes:
+        met: what ends in an error on any values of these shapes and dtypes, too; None: nothing does.
+    """
+
+    def __init__(self, said: str, met: Exception | None = None) -> None:
+        super().__init__(said)
+        self.met = met
 
 
-class BrokenError(_Hidden):
-    """A module ended in an error when it was called whole."""
+def own_error(error: SplitError) -> Exception | None:
+    """What the model itself would end in, where that is why it cannot be split."""
+    return error.__cause__.met if isinstance(error.__cause__, _Hidden) else None
+
+
+@contextlib.contextmanager
+def told_as_own() -> Iterator[None]:
+    """While open, a model that cannot be split ends in its own error, if that is why."""
+    try:
+        yield
+    except SplitError as error:
+        if (met := own_error(error)) is None:
+            raise
+        raise met from error
 
 
 class _OwnBackward(_Hidden):
@@ -358,7 +378,8 @@ class _Recorder(TorchFunctionMode):
             if x.requires_grad:
                 raise SplitError(
                     f"A tensor of the shape {list(x.shape)} is used that requires gradients and is no "
-                    "parameter of the model. Make it one (nn.Parameter), so that a stage can hold it."
+                    "parameter of the model. Make it one (nn.Parameter), so that a stage can hold it; to "
+                    "what takes a model apart by hooks (attributions, say) give engine.full_model()."
                 )
             self._add(x, ("constant", None), True, False)
         return Ref(self._known[id(x)])
@@ -488,7 +509,7 @@ class _Recorder(TorchFunctionMode):
                 written = {s for own, x in pairs if _sum(x) != before[s := storage_of(own)]}
         except Exception as other:
             words = f"{error} in {name!r}, which could not be run by itself either: {other}"
-            raise BrokenError(words) from error
+            raise _Hidden(words, other) from error
         finally:
             self._quiet -= 1
         if self._meets:
@@ -716,7 +737,19 @@ def _run(
     except Exception as error:
         if isinstance(error, (_Hidden, *_HIDDEN)) or not any(isinstance(x, FakeTensor) for x in tensors):
             raise
-        raise _Hidden(f"{name_of(func)} on tensors without values: {error}") from error
+        said = f"{name_of(func)} on tensors without values: {error}"
+        raise _Hidden(said, _met_on_values(func, args, kwargs)) from error
+
+
+def _met_on_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Exception | None:
+    """What a function ends in on some values in the place of none."""
+    try:
+        with torch.no_grad():
+            given = mapped(_valued, (args, kwargs))
+            func(*given[0], **given[1])
+    except Exception as error:
+        return error
+    return None
 
 
 def _sum(x: torch.Tensor) -> float:
@@ -726,10 +759,3 @@ def _sum(x: torch.Tensor) -> float:
 
 def _valued(x: Any) -> Any:
     return some(x.shape, x.dtype, x.device) if isinstance(x, FakeTensor) else x
-
-
-def some(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of values that mean nothing."""
-    if dtype.is_floating_point:
-        return torch.randn(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
