@@ -183,6 +183,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = os.path.join(_OURS, "models") + os.sep  # plain models, as a user's own
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WRITERS = os.path.join(_TORCH, "utils", "tensorboard") + os.sep  # ask for values as programs do
+_TRANSFORMS = os.path.join(_TORCH, "_functorch") + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions", "distribution.py")
 _MODULE_CALL: CodeType = module_call.__code__
 
 
@@ -246,6 +248,19 @@ def called_by_program() -> bool:
     if caller is None or caller.co_name == "zero_grad":
         return False
     return not _is_ours(caller)
+
+
+def distributions_check() -> bool:
+    """Whether what calls this is called by a distribution of torch's, which looks at its arguments."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _DISTRIBUTIONS
+
+
+def is_transform(frame: FrameType) -> bool:
+    """Whether a frame is of ``torch.vmap`` or a transform of ``torch.func``."""
+    return frame.f_code.co_filename.startswith(_TRANSFORMS)
 
 
 def program_asks_kind(frame: FrameType | None) -> bool:

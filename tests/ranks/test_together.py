@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributions import Categorical, Distribution, Normal
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,8 +171,23 @@ def test_checkpointing_stops_as_ever(ranks: Any) -> None:
     ranks(2, recomputed, timeout=120)
 
 
+def checked_alone(rank: int, mesh: Mesh) -> None:
+    """Distributions check arguments on one rank alone, as torch's compiler has turned that off elsewhere."""
+    rows = distribute_tensor(torch.randn(N, 4), mesh, [S(0)])
+    Distribution.set_default_validate_args(rank == 1)
+    try:
+        found = Categorical(logits=rows).log_prob(torch.zeros(N, dtype=torch.long)).sum()
+        found = found + Normal(rows, rows.exp()).log_prob(rows + 1).sum()
+        assert found.item() < 0
+        met = met_by(lambda bad: Normal(bad, 1.0), [rows * torch.nan])
+        assert isinstance(met, ValueError) == (rank == 1)
+    finally:
+        Distribution.set_default_validate_args(__debug__)
+
+
 def looked_on(rank: int, world: int) -> None:
     mesh = Mesh.from_env({"axis": world})
+    checked_alone(rank, mesh)
     rows = distribute_tensor(x(), mesh, [R])
     for mode in (nullcontext(), LiveMemory(), FlopCounterMode(display=False)):
         left, right = torch.ones(4, 8, requires_grad=True), torch.ones(8, 4)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from espalier.layout.layout import normal_dim
 from espalier.sharding.spec import composed, composed_with
+from espalier.tensor.dtensor import DTensor, plain
+from espalier.tensor.observers import distributions_check
 from espalier.tensor.rules.reduction import normal_dims
 from espalier.torch_private import ALL_TRUE, ANY_TRUE, fused_weight_norm
 
@@ -333,7 +335,13 @@ def _moments(variance: Callable[..., Any]) -> Callable[..., Any]:
 
 @composed(ALL_TRUE)
 def is_all_true(x: Any) -> Any:
-    """Whether each is, as distributions ask of their arguments."""
+    """Whether each is; where distributions ask of their arguments, of this rank's part.
+
+    They check on some ranks alone, it may be: torch's compiler turns that off in a process that has compiled.
+    """
+    mesh = x._layout.mesh if type(x) is DTensor else None
+    if mesh is not None and mesh.is_member and not mesh.is_dry and distributions_check():
+        return plain(x).all()
     return x.all()
 
 
