@@ -50,6 +50,7 @@ from espalier.engine.staged import Staged
 from espalier.engine.states import lay_out_states, sum_states
 from espalier.engine.steps import bind, tell_of_others
 from espalier.engine.surface import AsModel, Surface, bound
+from espalier.engine.tied import refuse_shared, tell_of_shared
 from espalier.engine.together import finish_together, follow_leader, settle_together
 from espalier.engine.update import (
     FlatParams,
@@ -255,6 +256,8 @@ class Engine(Surface):
         if arrangement is None:
             return
         self.arrangement = arrangement
+        refuse_shared(self.module)
+        tell_of_shared(self.module)
         tell_libraries(self)
         gradients = held_gradients(self.module) if self.gives_whole_states else []
         data = lay_out_model(self.module, arrangement, self._call.mesh, self.plan, self.optimizer)

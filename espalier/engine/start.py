@@ -19,6 +19,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.norm import Guard
 from espalier.engine.passes import LossFunction
 from espalier.engine.recompute import Policy
+from espalier.engine.tied import refuse_shared
 from espalier.engine.update import check_optimizer
 from espalier.faults.settings import Faults, Spikes
 from espalier.faults.watchdog import watched
@@ -32,7 +33,6 @@ from espalier.tensor.copies import run_as_written
 from espalier.tensor.modules import see_all_rows
 from espalier.tensor.observers import tell
 from espalier.texts import few
-from espalier.torch_private import memory_id
 
 
 def initialize(
@@ -97,7 +97,7 @@ def initialize(
             "or leave mesh= out."
         )
     on = on.telling(**plan.words)
-    for refuse in (_refuse_lazy, _refuse_scripted, _refuse_shared):
+    for refuse in (_refuse_lazy, _refuse_scripted, refuse_shared):
         refuse(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
@@ -181,53 +181,6 @@ def _refuse_lazy(model: nn.Module) -> None:
             f"{few(lazy)}: lazy, without a shape yet. Call the plain model on a batch once, then make the "
             "optimizer, and then the engine."
         )
-
-
-def _refuse_shared(model: nn.Module) -> None:
-    """See that what is trained lies in memory of its own: laid out, each parameter and buffer does.
-
-    Raises:
-        ValueError: another parameter or buffer lies in it.
-    """
-    held: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, x in (*named_parameters_in(model), *model.named_buffers()):
-        if type(x) in (torch.Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta:
-            held.setdefault(memory_id(x), []).append((name, x))
-    for some in held.values():
-        before: list[tuple[str, torch.Tensor]] = []  # those that reach to where the next one begins
-        for b, y in sorted(some, key=lambda named: _span(named[1])):
-            first = _span(y)[0]
-            before = [(a, x) for a, x in before if _span(x)[1] >= first]
-            for a, x in before:
-                if (x.requires_grad or y.requires_grad) and _meet(x, y):
-                    both = " and ".join(name for name, _ in some if name in (a, b))
-                    raise ValueError(
-                        f"{both} of {type(model).__name__} are two tensors that share memory, and are "
-                        "trained: laid out, each has its own, and what changes one would not reach the "
-                        "other. To tie them put one parameter in both places (b.weight = a.weight, in place "
-                        "of b.weight.data = a.weight.data); else give each its own (b.weight.data = "
-                        "a.weight.data.clone())."
-                    )
-            before.append((b, y))
-
-
-def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one memory have an element in common."""
-    if not (x.numel() and y.numel()):
-        return False
-    firsts, lasts = zip(*map(_span, (x, y)), strict=True)
-    if x.itemsize != y.itemsize:
-        return True
-    known = torch.zeros(max(lasts) - min(firsts) + 1, dtype=torch.bool, device="cpu")
-    in_x, in_y = (known.as_strided(t.shape, t.stride(), t.storage_offset() - min(firsts)) for t in (x, y))
-    in_x.fill_(True)
-    return bool(in_y.any())
-
-
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    """The first and the last element of memory that it has."""
-    first = x.storage_offset()
-    return int(first), int(first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
 
 
 def _refuse_scripted(model: nn.Module) -> None:
