@@ -42,6 +42,7 @@ from espalier.engine.kept import (
     given_in,
     hooked,
     is_of_all,
+    refuse_transforms,
     refuse_written,
     step_of,
     with_each,
@@ -112,7 +113,12 @@ class Awaited(Kept):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What it will be: ``isinstance`` of a program tells tensors, tuples and dicts apart."""
+        """What it will be: ``isinstance`` of a program tells tensors, tuples and dicts apart.
+
+        Raises:
+            TypeError: a transform of torch.func asks, which wants a tensor in memory.
+        """
+        refuse_transforms(sys._getframe(1))
         if not program_asks_kind(sys._getframe(1)):
             return type(self)
         will_be = self._will_be()

@@ -35,6 +35,8 @@ class LoopCalls:
         numbers: theirs.
         to_run: those that have not run yet, in their order.
         draws: whether such a one draws random numbers; None: not known.
+        runs_at_call: whether one of which it is not known what it draws runs at once: the program draws
+            before its loss goes back.
         keeps_outputs: whether outputs of training passes are kept behind the first step.
         output_shapes: what is given, on ``meta``, by what that follows from.
         row_dims: the dim of each tensor in it that has the rows.
@@ -44,6 +46,7 @@ class LoopCalls:
     numbers: Iterator[int] = field(default_factory=count)
     to_run: list[Any] = field(default_factory=list)
     draws: bool | None = None
+    runs_at_call: bool = False
     keeps_outputs: bool = False
     output_shapes: dict[Hashable, Any] = field(default_factory=dict)
     row_dims: dict[Hashable, list[int | None]] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from espalier.engine.model_run import ModelRun
 from espalier.parallel.pipeline.arguments import cloned
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.pipeline.trace import statistics
+from espalier.tensor.observers import is_transform
 from espalier.trees import leaves, tree_map
 
 PARTS = (getattr, operator.getitem)  # what calls take of what another gave
@@ -301,3 +303,17 @@ def hooked(x: torch.Tensor, hook: Hook) -> torch.Tensor:
     if x.requires_grad:
         x.register_hook(hook)
     return x
+
+
+def refuse_transforms(frame: FrameType) -> None:
+    """See that no transform of torch.func asks what something is that is yet to be computed.
+
+    Raises:
+        TypeError: one does, which wants a tensor in memory.
+    """
+    if is_transform(frame):
+        raise TypeError(
+            "torch.vmap, or a transform of torch.func, is given what a model in a pipeline gives, which is "
+            "there only when the loss goes back. Write it for all rows at once; put the transform into the "
+            "model's forward; or train under a plan without pipe."
+        )

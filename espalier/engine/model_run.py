@@ -24,6 +24,7 @@ from espalier.engine.beside import check_beside, share_gradients
 from espalier.engine.call_states import CallStates, Surroundings, asked_after_step, marks_of, refuse_changed
 from espalier.engine.full_model import on_all_ranks, replaced, whole_output
 from espalier.engine.given_batches import GivenBatches
+from espalier.engine.late_draws import LateDraws
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (
@@ -111,6 +112,7 @@ class ModelRun:
         counts_alike: of such a one the program makes the loss: it counts as much as others.
         mean_over: of such a one, what its loss is a mean over, once it went back; in the last stage.
         has_gone_back: whether a loss made of it has.
+        late: what is seen of its draws where they are not known before it runs.
         calls: numbers of the calls that the program makes of what it gives.
         made_by: of inputs that an earlier call is yet to compute, and of what else of other calls is in its
             loss, what they are values of, by ``id``.
@@ -155,6 +157,7 @@ class ModelRun:
         self.calls: Iterator[int] = count()
         self.writes: list[Any] = []
         self._loop = passes.loop_calls
+        self.late = LateDraws(passes.mesh, self._loop)
         self.number = next(self._loop.numbers)
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
         self._kept: list[Any] | None = None  # of each, in the last stage; elsewhere empty
@@ -182,11 +185,21 @@ class ModelRun:
         """Let the program draw behind what the model draws, as on one process, though it runs later."""
         if self.is_part or self.batch is not None or self._passes.plan.accumulate > 1:
             return
+        passes = self._passes
         key = *self._form_key, _shapes_of(self._inputs), *(mode for _, mode in self._modes)
         with self._as_called():
-            ends = self._passes.drawn_to(self._inputs, key)
+            ends = passes.drawn_to(self._inputs, key)
         if ends is not None:
             self._states.have_drawn(ends)
+        elif self._loop.runs_at_call:
+            self.value()
+        elif not passes.mesh.is_dry:
+            self.late.note()
+
+    def look(self) -> None:
+        """Run at once, for what it leaves, and to see whether it draws."""
+        with self.late.looking():
+            self.value()
 
     def soon(self, through_stages: Callable[[], None]) -> None:
         """Make a pass through the stages that a backward pass of the program's has led to."""
@@ -306,7 +319,7 @@ class ModelRun:
         self._let_earlier_run()
         if not self._state.grad and (self._trains or passes.stages.split.remembers):
             parts, own = self._parts(inputs, whole=True)  # what it remembers is of one call
-        with self._states.looking(), self._as_called():
+        with self.late.open(), self._states.looking(), self._as_called():
             outputs = [self._seen(part) for part in parts]
         return self._joined(outputs, own, inputs)
 
@@ -446,7 +459,8 @@ class ModelRun:
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
         batches = self._passes.call.batches
-        parts = [batch] if whole or self.batch is not None else batches.cut(batch)
+        is_one = whole or self.batch is not None or not any(x.ndim for x in leaves(batch, torch.Tensor))
+        parts = [batch] if is_one else batches.cut(batch)
         if not self.is_own:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]
@@ -637,7 +651,8 @@ class ModelRun:
             in_order = passes.averaging.of_one_call(numbers, adds)
             of_parts = having(passes, counts_one=(self.is_part and not adds) or self._is_counted)
             training = self._states.training(draws, self.stays)
-            with training, in_order, self._as_called(), self._looked_at(seen), of_parts:
+            late, as_called = self.late.open(), self._as_called()
+            with late, training, in_order, as_called, self._looked_at(seen), of_parts:
                 passes.train(parts, lambda name: None, passes.forward, lambda loss: None)
             passes.finish_gradients(leaves_beside)
             self.mean_over = passes.averaging.number

@@ -215,7 +215,8 @@ class Observers:
             f"{name!r} has a hook, and lies in a stage of another rank: hooks are called where their module "
             "is, and what one collects (a dict of features, say) is not on this rank. What it gives in the "
             "place of an output counts. Let the model's forward give features, beside its output: these are "
-            "known on all ranks."
+            "known on all ranks. What takes a model apart by hooks (attributions, say) wants the copy that "
+            "engine.full_model() gives."
         )
 
     def of_model(self, table: str) -> list[Observed]:

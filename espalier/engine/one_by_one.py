@@ -37,6 +37,9 @@ class LoopPasses(StagedPasses, Protocol):
 
     accumulation: Accumulation | None
 
+    @property
+    def shows_gradients(self) -> bool: ...
+    def forget(self) -> None: ...
     def outputs(self, inputs: Any, rows: str, batch: Any = None) -> Any: ...
     def check_kept(self, of_step: Accumulation) -> None: ...
     def of_last(self, value: torch.Tensor) -> torch.Tensor: ...
@@ -71,7 +74,10 @@ class OneByOne:
                 "Give it what loss = engine(batch) is, or what is made of that or of engine(**inputs)."
             )
         run = loss._source
-        step, whole = passes.accumulation, passes.averaging
+        whole = passes.averaging
+        if passes.accumulation is not whole and whole.size > 1 and self._is_dropped():
+            passes.forget()
+        step = passes.accumulation
         if run.batch is None:
             if whole.size == 1:
                 loss.backward()
@@ -101,6 +107,11 @@ class OneByOne:
         if step.complete:
             passes.multiply(step.factor())
         passes.loss = step.loss
+
+    def _is_dropped(self) -> bool:
+        """Whether the program has dropped the gradients of all micro-batches (sharpness-aware steps)."""
+        step = self._passes.accumulation
+        return step is not None and step.complete and not self._passes.shows_gradients
 
     def _mean_over(self, batch: Any, seen: Number) -> Number:
         """What the loss of a micro-batch is a mean over; ``seen`` is what the last stage saw."""

@@ -401,7 +401,8 @@ class Passes(ABC):
             raise ValueError(
                 f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
                 "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
-                "begin anew, call engine.zero_grad()."
+                "begin anew, call engine.zero_grad(). Passes aside (sharpness-aware steps) are of all "
+                "micro-batches of a step, or of a plan with accumulate = 1."
             )
 
     @abstractmethod

@@ -313,10 +313,11 @@ class Staged(Passes):
         if not self._is_called:
             call.lay_out()
             self._is_called = True
-            if isinstance(split := self.stages.split, Undivided):
+            if (split := self.stages.split).remembers or split.dice is not None:
                 was = self.written()[1]
-                call.value()  # which shows what it sets
-                split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
+                call.look()
+                if isinstance(split, Undivided):
+                    split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         call.draw()
         self.hide()

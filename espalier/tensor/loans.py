@@ -438,6 +438,7 @@ def whole(x: DTensor, what: str) -> torch.Tensor:
         raise ValueError(
             f"{what} of a DTensor would give the memory of this rank's part ({layout!r}) for all of it. "
             "x.full_tensor() is the whole value (call it on all ranks), x.to_local() this rank's part. To "
+            "tell tensors apart, in an optimizer say, take them for keys themselves (optimizer.state[p]). To "
             "write a model's weights: engine.export(path), or give what writes them "
             "state_dict=engine.full_state_dict(), on all ranks."
         )

@@ -283,13 +283,14 @@ def by_closures(rank: int, world: int) -> None:
         expected = sharp(None)
         for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}):
             assert (sharp({**plan, "accumulate": 2}) - expected).abs().max() < TOLERANCE, plan
-        model = net()
-        optimizer, plan = torch.optim.SGD(model.parameters(), 0.1), {"data": 2, "accumulate": 2}
-        engine = espalier.initialize(model, optimizer, plan, loss_fn=nn.functional.cross_entropy)
-        for step in (0, 1, 0, 1):  # the engine's own loop, too
-            engine.backward(engine(batch(step)))
-            if step:
-                optimizer.zero_grad()
+        for plan in ({"data": 2, "accumulate": 2}, {"pipe": 2, "accumulate": 2}):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            engine = espalier.initialize(model, optimizer, plan, loss_fn=nn.functional.cross_entropy)
+            for step in (0, 1, 0, 1):  # the engine's own loop, too
+                engine.backward(engine(batch(step)))
+                if step:
+                    optimizer.zero_grad()
         model = espalier.prepare(net(), plan={"data": 2})
         made_later = Aside(model.parameters())  # which has another within
         model(batch(0)[0]).sum().backward()

@@ -509,6 +509,7 @@ def told(rank: int, world: int) -> None:
         ValueError, match=r"1.weight and 2.weight of(.|\n)*share memory(.|\n)*b.weight = a.weight"
     ):
         espalier.initialize(net, None, {"data": 2})
+    told_of_ties()
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model_of(net)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # not: it cannot be divided
@@ -516,6 +517,8 @@ def told(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"laid out at its first call(.|\n)*Call it once before"):
         functional_call(model, {name: p * 1.0 for name, p in model.named_parameters()}, (x,))
     F.cross_entropy(model(x), y).backward()
+    with pytest.raises(TypeError, match="put the transform into the model's forward"):
+        torch.vmap(torch.sin)(model(x))
     loss = F.cross_entropy(model(x), y)
     with torch.no_grad():
         net[0].bias.add_(1.0)  # type: ignore[operator]  # as model.apply(init) does, or weights that are loaded
@@ -525,6 +528,23 @@ def told(rank: int, world: int) -> None:
     net.append(nn.Linear(4, 4).double())
     with pytest.raises(ValueError, match=r"'3' \(Linear\) came later"):
         F.cross_entropy(model(x), y).backward()
+
+
+def told_of_ties() -> None:
+    """What shares memory with parameters does so no longer: another model's, a flat buffer, frozen ones."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    target, flat = nn.Linear(4, 4), torch.randn(20)
+    target.weight.data = net[0].weight.data
+    net[1].weight.data = flat[:16].view(4, 4)
+    net[3].weight.data = net[2].requires_grad_(False).weight.data
+    net[3].requires_grad_(False)
+    kept = net.state_dict()
+    with pytest.warns(UserWarning) as told:
+        espalier.initialize(net, None, {"data": 2})
+    said = {str(w.message).partition(" of Sequential ")[::2][0]: str(w.message) for w in told}
+    assert [*said] == ["2.weight and 3.weight", "0.weight", "1.weight"], said
+    assert "and parameters of another model" in said["0.weight"] and "stretches of" in said["1.weight"]
+    assert target.weight.shape == kept["1.weight"].shape and flat.shape == (20,)
 
 
 def test_losses_of_what_stages_give(ranks: Any) -> None:

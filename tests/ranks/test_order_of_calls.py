@@ -76,10 +76,20 @@ def called_in_another_mode(plan: dict[str, int]) -> list[float]:
     return found
 
 
-def drawn_in_between(plan: dict[str, int]) -> list[float]:
+class Whole(nn.Sequential):
+    """Cannot be divided, and draws from Python's generator, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) + random.random()
+        return x if x.sum() < 1e9 else -x
+
+
+def drawn_in_between(plan: dict[str, int], *layers: nn.Module, kind: Any = nn.Sequential) -> list[float]:
     """Another model, and the program itself, draw behind a call whose loss has yet to go back."""
     torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    random.seed(0)
+    norm = nn.BatchNorm1d(3)
+    net: Any = kind(nn.Linear(3, 3), nn.Dropout(0.5), norm, *layers, nn.Linear(3, 3))
     plain: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2), nn.Linear(3, 3))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model, optimizer = espalier.prepare(net, optimizer, plan=plan)
@@ -90,11 +100,11 @@ def drawn_in_between(plan: dict[str, int]) -> list[float]:
             found.append(out.mean().item())
         with torch.set_grad_enabled(step % 2 == 0):
             by = teacher(torch.ones(2 + step % 2, 3)).detach()
-        loss = (out * torch.rand(3) - by).square().mean()
+        loss = (out * torch.rand(3) - by * random.random()).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found += [loss.item(), torch.rand(()).item()]
+        found += [loss.item(), torch.rand(()).item(), random.random()]
     return found
 
 
@@ -131,6 +141,8 @@ def passed_over(plan: dict[str, int]) -> list[float]:
         found.append(loss.item())
     loss.backward()
     optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x5 and 3x3\)$"):
+        model(torch.ones(4, 5)).sum().backward()
     return [*found, model(torch.ones(4, 3)).sum().item()]
 
 
@@ -145,6 +157,9 @@ def all_of_it(rank: int, world: int, expected: list[list[float]] | None) -> list
         ]
         found.append(called_in_another_mode(plan))
         found.append(drawn_in_between(plan))
+        found.append(drawn_in_between(plan, Marked("python")))
+        found.append(drawn_in_between(plan, Marked("count")))
+        found.append(drawn_in_between(plan, kind=Whole))
         found.append(passed_over(plan))
     finally:
         torch.set_default_dtype(torch.float32)
