@@ -45,7 +45,11 @@ class LateDraws:
             yield
             return
         self._at_call, before, is_late = None, self._now(), self._is_past(called)
-        yield
+        try:
+            yield
+        except Exception:
+            self._at_call = called  # it may be tried again
+            raise
         if not self._has_drawn and not self._is_past(before):  # on all ranks alike
             return
         if any_says(is_late, self._mesh):

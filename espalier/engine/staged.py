@@ -313,11 +313,12 @@ class Staged(Passes):
         if not self._is_called:
             call.lay_out()
             self._is_called = True
-            if (split := self.stages.split).remembers or split.dice is not None:
+            if isinstance(split := self.stages.split, Undivided):
                 was = self.written()[1]
+                call.look()  # which shows what it sets, too
+                split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
+            elif call.is_whole and call.batch is None and (split.remembers or split.dice is not None):
                 call.look()
-                if isinstance(split, Undivided):
-                    split.writes_weights |= any_says(self.written()[1] != was, self.mesh)
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
         call.draw()
         self.hide()

@@ -367,6 +367,7 @@ def test_offloaded_updates_and_stages_equal_one_process(ranks: Any, tmp_path: Pa
     ranks(2, same, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:engine.backward.loss. in a pipeline")
 def test_steps_that_call_a_closure_within_equal_one_process(ranks: Any) -> None:
     ranks(2, by_closures)
 

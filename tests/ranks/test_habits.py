@@ -426,6 +426,28 @@ def weights_beside_rows(lay: Lay) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+class Given(nn.Sequential):
+    """What it gives hangs on its weights alone, as a flow's base does."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.seed = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self) -> torch.Tensor:
+        return super().forward(self.seed)
+
+
+def nothing_given(lay: Lay) -> list[Any]:
+    """The model is called without rows, which the loss has."""
+    model, out = Given(), list[Any]()
+    model, optimizer = lay(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        loss = (model() - batch(step)[0]).square().mean()
+        out += [loss.item()] if step == 1 else []
+        out.append(stepped(loss, optimizer).item())
+    return [*out, *model.parameters()]
+
+
 class Rare(nn.Module):
     """Softmax in clusters: how many rows each has, and which there are, hangs on the labels."""
 
@@ -634,7 +656,8 @@ def compared(rank: int, world: int) -> None:
             plans = tuple(plan for plan in plans if "offload" not in plan)
         compare(program, [(plan, {}) for plan in plans])
     compare(sizes_by_labels, [(plan, {}) for plan in STAGES])
-    compare(weights_beside_rows, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
+    for program in (weights_beside_rows, nothing_given):
+        compare(program, [({"pipe": 2, "accumulate": number}, {}) for number in (1, 2)])
     compare(blocks_that_are_copied_and_changed, [(PLANS[4], {}), ({"tensor": 2, "recompute": "full"}, {})])
     told_of_time()
     compare(parts_that_are_decorated, [(plan, {}) for plan in (PLANS[0], PLANS[3], PLANS[5], *STAGES)])
