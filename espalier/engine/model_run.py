@@ -149,8 +149,8 @@ class ModelRun:
         self._state = TorchState.now(passes.mesh.device_type)
         readers = passes.mesh[passes.plan.batch_axes].size() if self.is_own else 1
         self.is_part, self.share_of_loss = readers > 1, 1 / readers
-        is_one = batch is not None or passes.plan.accumulate == 1
-        self.is_whole, self.is_of_all = not self.is_part and is_one, False
+        self._is_one = batch is not None or passes.plan.accumulate == 1 or not self.rows()
+        self.is_whole, self.is_of_all = not self.is_part and self._is_one, False
         self._is_aside = False
         self._states = CallStates(passes, self._state.grad, self._trains)
         self.has_gone_back, self.made_by = False, made_by
@@ -459,8 +459,7 @@ class ModelRun:
     def _parts(self, batch: Any, whole: bool = False) -> tuple[list[Any], list[Own | None]]:
         """Its micro-batches, of all ranks, and which rows of each are this rank's; as a ``whole``, one."""
         batches = self._passes.call.batches
-        is_one = whole or self.batch is not None or not any(x.ndim for x in leaves(batch, torch.Tensor))
-        parts = [batch] if is_one else batches.cut(batch)
+        parts = [batch] if whole or self._is_one or self.batch is not None else batches.cut(batch)
         if not self.is_own:
             return parts, [None] * len(parts)
         of_ranks = [batches.own(part) for part in parts]
