@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from espalier.blocks import named_parameters_in
-from espalier.tensor.observers import user_frame
+from espalier.tensor.observers import tell
 from espalier.texts import few
 from espalier.torch_private import holders_of_memory, memory_id
 
@@ -45,7 +44,7 @@ def tell_of_shared(model: nn.Module) -> None:
     for some in held.values():
         for a, b in _meeting(some):
             if isinstance(a[1], nn.Parameter) and isinstance(b[1], nn.Parameter):
-                _warn(
+                tell(
                     f"{_both(a, b, some)} of {type(model).__name__} are two tensors that share memory. Laid "
                     "out, each has its own: what is written to one does not reach the other. To tie them put "
                     "one parameter in both places (b.weight = a.weight)."
@@ -69,14 +68,14 @@ def tell_of_shared(model: nn.Module) -> None:
         return f"{names} of {type(model).__name__}"
 
     if elsewhere:
-        _warn(
+        tell(
             f"{named(elsewhere)} and parameters of another model share memory "
             "(q.data = p.data). Laid out, they have their own: what is written to one, or trained, does not "
             "reach the other. To tie them put one parameter in both places (b.weight = a.weight); for a copy "
             "write q.data.copy_(p.data), or q.data = p.data.clone()."
         )
     if parts:
-        _warn(
+        tell(
             f"{named(parts)} are stretches of a tensor that the program holds. Laid out, "
             "they have memory of their own: what is written to that tensor does not reach them. Write to the "
             "parameters."
@@ -113,10 +112,6 @@ def _meeting(some: _Named) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str
 
 def _both(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor], some: _Named) -> str:
     return " and ".join(name for name, _ in some if name in (a[0], b[0]))
-
-
-def _warn(said: str) -> None:
-    warnings.warn(said, stacklevel=user_frame()[0])
 
 
 def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
