@@ -139,11 +139,13 @@ def runs_of_this_rank(rank: int, world: int) -> None:
     plain = net()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
     held = [(engine.module[0].weight, plain[0].weight), (engine.module[2].bias, plain[2].bias)]
+    assert len({p.ds_id for p, _ in held}) == 2
     for step in range(3):
         engine.backward(F.cross_entropy(engine(x[own]), y[own]))
         F.cross_entropy(plain(x), y).backward()
         for p, right in held:
             assert p.ds_status is ZeroParamStatus.NOT_AVAILABLE and p.ds_shape == right.shape
+            assert p.ds_numel == right.numel()
             size = -(-right.numel() // world)
             grad = utils.safe_get_local_grad(p)
             assert right.grad is not None and grad is not None
