@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -286,9 +286,12 @@ class _Hidden(Exception):
         met: what ends in an error on any values of these shapes and dtypes, too; None: nothing does.
     """
 
-    def __init__(self, said: str, met: Exception | None = None) -> None:
-        super().__init__(said)
+    met: Exception | None = None
+
+    def for_its_own(self, met: Exception | None) -> Self:
+        """This one, of what the program's own code ends in."""
         self.met = met
+        return self
 
 
 def own_error(error: SplitError) -> Exception | None:
@@ -509,7 +512,7 @@ class _Recorder(TorchFunctionMode):
                 written = {s for own, x in pairs if _sum(x) != before[s := storage_of(own)]}
         except Exception as other:
             words = f"{error} in {name!r}, which could not be run by itself either: {other}"
-            raise _Hidden(words, other) from error
+            raise _Hidden(words).for_its_own(other) from error
         finally:
             self._quiet -= 1
         if self._meets:
@@ -738,7 +741,7 @@ def _run(
         if isinstance(error, (_Hidden, *_HIDDEN)) or not any(isinstance(x, FakeTensor) for x in tensors):
             raise
         said = f"{name_of(func)} on tensors without values: {error}"
-        raise _Hidden(said, _met_on_values(func, args, kwargs)) from error
+        raise _Hidden(said).for_its_own(_met_on_values(func, args, kwargs)) from error
 
 
 def _met_on_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Exception | None:
