@@ -60,7 +60,7 @@ def tell_of_shared(model: nn.Module) -> None:
         met = [name for name, p in near if isinstance(p, nn.Parameter) and _meet(p, x)]
         if isinstance(x, nn.Parameter):
             elsewhere.update(met)
-        elif met and x.numel() > max(p.numel() for name, p in near if name in met):
+        elif met and x.nbytes > max(p.nbytes for name, p in near if name in met):
             parts.update(met)
 
     def named(of: set[str]) -> str:

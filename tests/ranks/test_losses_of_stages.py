@@ -538,13 +538,13 @@ def told_of_ties() -> None:
     net[1].weight.data = flat[:16].view(4, 4)
     net[3].weight.data = net[2].requires_grad_(False).weight.data
     net[3].requires_grad_(False)
-    kept = net.state_dict()
+    kept, as_bytes = net.state_dict(), net[0].bias.detach().view(torch.uint8)  # what is sent of it, say
     with pytest.warns(UserWarning) as told:
         espalier.initialize(net, None, {"data": 2})
     said = {str(w.message).partition(" of Sequential ")[::2][0]: str(w.message) for w in told}
     assert [*said] == ["2.weight and 3.weight", "0.weight", "1.weight"], said
     assert "and parameters of another model" in said["0.weight"] and "stretches of" in said["1.weight"]
-    assert target.weight.shape == kept["1.weight"].shape and flat.shape == (20,)
+    assert target.weight.shape == kept["1.weight"].shape and flat.shape == (20,) and as_bytes.shape == (16,)
 
 
 def test_losses_of_what_stages_give(ranks: Any) -> None:
