@@ -25,6 +25,7 @@ from espalier.cli.tell import (
     tell_summary,
     tell_verification,
 )
+from espalier.texts import names_of_tables
 
 _flag = partial(typer.Option, metavar="")  # it takes no value: none is shown
 
@@ -57,7 +58,7 @@ Rendezvous = Annotated[
     typer.Option("--rdzv", metavar="HOST:PORT", help="Where the first of them is."),
 ]
 Debug = Annotated[bool, _flag("--debug", help="Show tracebacks.")]
-_CLUSTERS = sorted(x.stem for x in (Path(__file__).parent.parent / "planner" / "shipped").glob("*.toml"))
+_CLUSTERS = names_of_tables(Path(__file__).parent.parent / "planner" / "shipped")  # which imports no torch
 From = Annotated[Path, typer.Argument(metavar="FROM", help="A checkpoint, or weights.")]
 To = Annotated[Path, typer.Argument(metavar="TO", help="What to write.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights, as bfloat16; their own if not given.")]

@@ -102,7 +102,7 @@ class Batches:
 
         def wrap(x: Any) -> Any:
             if not has_rows(x) or isinstance(x, DTensor):
-                return x
+                return opened(x, self.mesh.device())
             layout = self._cut_by_rows((size, *x.shape[1:]))
             if tuple(x.shape) != layout.local_shape:
                 raise ValueError(
@@ -145,7 +145,7 @@ class Batches:
 
         def cut(x: Any) -> Any:
             if not has_rows(x) or isinstance(x, DTensor):
-                return x
+                return opened(x, self.mesh.device())
             claim(x, Layout.replicated(self.mesh, tuple(x.shape)), "the global batch given to the engine")
             if x.requires_grad and torch.is_grad_enabled() and self.readers > 1:
                 # its gradient is to be that of all rows, as its value is
@@ -155,7 +155,7 @@ class Batches:
 
         if not self._has_told and self.readers > 1 and not tensors_in(batch):
             self._tell_of_objects(batch)
-        return opened(tree_map(cut, batch), self.mesh.device())
+        return tree_map(cut, batch)
 
     def _tell_of_objects(self, batch: Any) -> None:
         """Say so where tensors are in what is not opened: a TensorDict, a graph."""
@@ -286,7 +286,7 @@ class Batches:
         if mesh.is_dry:
             size = _rows_of(rows) * self.readers
             rows = on_lists(lambda of: of * self.readers, rows)
-            return opened(self.local(rows, size), mesh.device()), self._even(size)
+            return self.local(rows, size), self._even(size)
         count, form = _EXHAUSTED, ""
         if rows is not None:
             count, form = _rows_of(rows), repr(_form(rows))
@@ -314,7 +314,7 @@ class Batches:
         size = sum(held)
         if held != self._even(size):  # those that lie as they are to keep their order
             rows = tree_map(lambda x: self._evened(x, held) if has_rows(x) else x, rows)
-        return opened(self.local(rows, size), mesh.device()), held
+        return self.local(rows, size), held
 
     def _by_place(self, said: Sequence[Any]) -> dict[tuple[int, ...], list[Any]]:
         """What the ranks say, by their coordinates along the batch axes."""
