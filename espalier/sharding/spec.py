@@ -121,6 +121,7 @@ class Spec:
             operands, states of the outputs, and the letter that is cut.
         fails: operands whose values alone may make the call fail (an index out of range): where they differ
             from rank to rank the ranks agree on it.
+        widens: the runner takes what torch refuses.
     """
 
     ins: Sequence[Dims]
@@ -140,6 +141,7 @@ class Spec:
     passes: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     fails: Sequence[int] = ()
     unread: Sequence[int] = ()
+    widens: bool = False
     ways: Sequence[tuple[tuple[AxisState, ...], tuple[AxisState, ...]]] = ()
     decided: dict[int, tuple[tuple[AxisState, ...], tuple[AxisState, ...], Letter]] = field(
         default_factory=dict

@@ -80,7 +80,7 @@ class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "adds_up", "flat", "holds_addends", "is_addend", "keeps", "lends", "marked", "moves", "out", "outs",
+        "adds_up", "asks", "flat", "holds_addends", "is_addend", "keeps", "lends", "marked", "moves", "out", "outs",
         "placed", "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
     )  # fmt: skip
 
@@ -117,6 +117,7 @@ class CachedCall:
         )
         if spec.fails:
             self.run = fail_together(spec, self.run, placed)
+        self.asks = self.run is not None and not spec.widens
         self.simple = self.quick = self.writes = self.flat = self.runs = False
 
     def settle(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -381,7 +382,7 @@ def _first(
         return type(other).__torch_function__(func, (type(other), DTensor), args, kwargs)
     try:
         entry = slot[key] = _build(func, args, kwargs)
-        if (RULES.body(func) if entry is None else entry.run) is not None:
+        if (RULES.body(func) is not None) if entry is None else entry.asks:
             _ask_torch(func, args, kwargs)
         if entry is not None:
             out = entry.call(func, args, kwargs)

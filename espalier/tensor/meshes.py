@@ -210,7 +210,10 @@ def into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if type(x) is not DTensor:
             return x
         x = _in_its_place(x)
-        return x if x._layout.mesh.outermost is x._layout.mesh else everywhere(func.__name__, x)
+        if x._layout.mesh.outermost is x._layout.mesh:
+            return x
+        whole = everywhere(func.__name__, x)  # as a DTensor, for rules that take more than torch does
+        return DTensor.from_local(whole, x._layout.mesh.outermost) if "lerp" in func.__name__ else whole
 
     brought_here = tree_map(bring, (args[1:], kwargs))
     return (args[0], *brought_here[0]), brought_here[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import espalier
 from espalier.comm.collectives import sum_whole
@@ -458,3 +460,37 @@ def with_statistics(rank: int, world: int, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", [{}, {"tensor": 2}, {"pipe": 2}], ids=str)
 def test_norms_of_batches_in_16_bits(ranks: Any, plan: dict[str, int]) -> None:
     ranks(2 if plan else 1, with_statistics, plan)
+
+
+def averaged(rank: int, world: int, plan: dict[str, Any]) -> None:
+    """Averages of float32 that were made before parameters were rounded, and a copy that is called."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    average, by_hand = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)), copy.deepcopy(net)
+    expected = [[p.detach().clone() for p in net.parameters()] for _ in range(2)]
+    net, optimizer = espalier.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), plan={**plan, "precision": "bfloat16"}
+    )
+    for step in range(3):
+        x = torch.randn(4, 6)
+        net(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", espalier.GatherWarning)  # of several stages
+            average.update_parameters(net)
+            for own, p in zip(by_hand.parameters(), net.parameters(), strict=True):
+                own.detach().lerp_(p.detach(), weight=0.1)
+        rounded = [x.bfloat16().float() for x in net.engine.full_state_dict().values()]
+        for (first, second), new in zip(zip(*expected, strict=True), rounded, strict=True):
+            first.lerp_(new, 0.5) if step else first.copy_(new)
+            second.lerp_(new, 0.1)
+    for held, wanted in zip((average, by_hand), expected, strict=True):
+        assert all(torch.equal(p, own) for p, own in zip(held.parameters(), wanted, strict=True))
+    with torch.no_grad():
+        assert torch.equal(espalier.full_tensor(copy.deepcopy(net)(x)), espalier.full_tensor(net(x)))
+
+
+@pytest.mark.parametrize("plan", [{"data": 2}, {"tensor": 2}, {"pipe": 2}], ids=str)
+def test_averages_of_rounded_weights(ranks: Any, plan: dict[str, int]) -> None:
+    ranks(2, averaged, plan)

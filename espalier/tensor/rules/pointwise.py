@@ -228,8 +228,17 @@ def addcdiv(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
 
 @rule("lerp", inplace=True, loose=True)
 def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
-    """x + weight * (end - x)."""
-    return elementwise(operands_in(x, end, weight), linear=[(0, 1)])
+    """x + weight * (end - x); in the dtype of x, also where that is another (an average of rounded weights)."""
+    spec = elementwise(operands_in(x, end, weight), linear=[(0, 1)], run=_in_dtype_of_first)
+    spec.widens = True
+    return spec
+
+
+def _in_dtype_of_first(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> Any:
+    x, end = args[0], args[1] if len(args) > 1 else kwargs["end"]
+    if end.dtype is not x.dtype:
+        args, kwargs = (x, end.to(x.dtype), *args[2:]), {k: y for k, y in kwargs.items() if k != "end"}
+    return func(*args, **kwargs)
 
 
 @rule("complex", loose=True)
@@ -318,6 +327,9 @@ def foreach(
     """An elementwise function over lists of tensors."""
     name = func.__name__
     written = name.endswith("_")
+    if name.startswith("_foreach_lerp") and len(args) > 1:  # as lerp of two tensors
+        ends = [y.to(x.dtype) for x, y in zip(args[0], args[1], strict=True)]
+        args = (args[0], ends, *args[2:])
     tensors = tensors_in((args, kwargs))
     await_values(tensors)
     if not written and loans_in(tensors):
