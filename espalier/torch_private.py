@@ -699,6 +699,13 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def let_check(distribution: Any, checks: bool | None) -> None:
+    """Say whether a distribution looks at what its methods are given; None: as all do."""
+    vars(distribution).pop("_validate_args")
+    if checks is not None:
+        distribution._validate_args = checks
+
+
 def unchecked_distributions() -> AbstractContextManager[None]:
     """While open, distributions do not look at their arguments, unless they are told to."""
     return having(torch.distributions.Distribution, _validate_args=False)

@@ -80,8 +80,8 @@ class CachedCall:
     """How one kind of call is carried out."""
 
     __slots__ = (
-        "adds_up", "asks", "flat", "holds_addends", "is_addend", "keeps", "lends", "marked", "moves", "out", "outs",
-        "placed", "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
+        "adds_up", "asks", "flat", "holds_addends", "is_addend", "keeps", "lends", "marked", "moves", "out",
+        "outs", "placed", "quick", "run", "runs", "simple", "sums_here", "tail", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:

@@ -12,6 +12,7 @@ For calls without DTensors that costs one look at the arguments.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ import torch.utils.checkpoint
 import torch.utils.dlpack
 import torch.utils.hooks
 from torch.autograd.graph import get_gradient_edge
+from torch.distributions import OneHotCategorical, RelaxedOneHotCategorical, constraints
+from torch.distributions.relaxed_categorical import ExpRelaxedCategorical
 from torch.overrides import handle_torch_function
 
 from espalier.comm.custom_ops import answering, dividing, recorders
@@ -28,13 +31,14 @@ from espalier.layout import any_alive
 from espalier.tensor import fallback, shortcuts
 from espalier.tensor.api import knows
 from espalier.tensor.dispatch import carry_out, unruled
-from espalier.tensor.dtensor import DTensor, kind_of
+from espalier.tensor.dtensor import DTensor, kind_of, plain
 from espalier.tensor.encoders import install_encoders
 from espalier.tensor.fallback import answers_itself
 from espalier.tensor.flex_attention import install_attention
 from espalier.tensor.loans import pass_on, whole
 from espalier.tensor.modules import typed_conversion
 from espalier.tensor.muon import dealing
+from espalier.tensor.observers import distributions_check
 from espalier.tensor.optimizer_steps import install_steps
 from espalier.tensor.random import filled_by_key, true_seeds
 from espalier.tensor.rules.meta import seeded, went_back, whole_starts
@@ -45,6 +49,7 @@ from espalier.torch_private import (
     TorchDispatchMode,
     determinism_checks,
     flat_weights,
+    let_check,
     module_functions,
     noop_save_inputs,
     note_constructors,
@@ -130,6 +135,7 @@ def install() -> None:
         setattr(scripted, "__call__", _of_scripted(scripted.__call__))  # noqa: B010
     # as any other function; torch's cannot be copied, nor can modules that have one then
     setattr(torch.jit.ScriptFunction, "__deepcopy__", lambda function, memo: function)  # noqa: B010
+    _let_distributions_check_alone()
     TorchDispatchMode.__enter__ = _entering(TorchDispatchMode.__enter__)  # type: ignore[method-assign]
 
 
@@ -328,6 +334,73 @@ def _of_whole(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
         return to_dlpack(whole(x, "to_dlpack") if type(x) is DTensor else x, *args, **kwargs)
 
     return handed_out
+
+
+def _let_distributions_check_alone() -> None:
+    """A distribution's checks of its arguments are of what this rank has of them.
+
+    They check on some ranks alone, it may be: torch's compiler turns that off in a process that has compiled.
+    """
+    for kind in {x for x in vars(constraints).values() if isinstance(x, type)}:
+        if issubclass(kind, constraints.Constraint) and "check" in vars(kind):
+            setattr(kind, "check", _of_own_part(kind.check))  # noqa: B010
+    for made in (OneHotCategorical, ExpRelaxedCategorical, RelaxedOneHotCategorical):
+        setattr(made, "__init__", _checked_within(made.__init__))  # noqa: B010
+
+
+def _checked_within(make: Callable[..., None]) -> Callable[..., None]:
+    """A distribution around a Categorical, which checks what is given.
+
+    The other of probabilities and their logarithms would be computed for a check.
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not any(type(x) is DTensor for x in (*args, *kwargs.values())):
+            return make(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        checks = bound.arguments.get("validate_args")
+        bound.arguments["validate_args"] = False
+        make(*bound.args, **bound.kwargs)
+        let_check(self, checks)
+
+    return made
+
+
+def _of_own_part(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A constraint, as distributions ask it of their arguments: of this rank's part, and nothing is sent."""
+
+    @functools.wraps(check)
+    def checked(self: Any, value: Any) -> Any:
+        mesh = value._layout.mesh if type(value) is DTensor else None
+        if mesh is None or mesh.is_dry or not mesh.is_member or not distributions_check():
+            return check(self, value)
+        if any(type(x) is DTensor for x in vars(self).values()):  # bounds
+            return check(self, value)
+        return _may_hold(self, value, check)
+
+    return checked
+
+
+def _may_hold(constraint: Any, value: DTensor, check: Callable[[Any, Any], Any]) -> Any:
+    """Whether a constraint holds, as far as this rank's part tells: each number where classes are cut."""
+    layout, here = value._layout, plain(value)
+    cut = {d for d, axes in enumerate(layout.cuts) if any(layout.mesh.shape[a] > 1 for a in axes)}
+    unknown = torch.ones((), dtype=torch.bool, device=here.device)
+    if not layout.is_firm or layout.own is not layout:
+        return unknown
+    if not any(d >= value.ndim - constraint.event_dim for d in cut):
+        several = isinstance(constraint, (constraints.cat, constraints.stack))
+        return unknown if several and cut else check(constraint, here)
+    if isinstance(constraint, constraints.independent):
+        inner = constraint.base_constraint
+        return _may_hold(inner, value, type(inner).check)
+    if isinstance(constraint, type(constraints.one_hot)):
+        return constraints.boolean.check(here)
+    if isinstance(constraint, (type(constraints.simplex), constraints.multinomial)):
+        return here >= 0
+    return unknown
 
 
 def _flattened(flatten: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributions import Categorical, Distribution, Normal
+from torch.distributions import (
+    Categorical,
+    Dirichlet,
+    Distribution,
+    MultivariateNormal,
+    Normal,
+    OneHotCategorical,
+    RelaxedOneHotCategorical,
+)
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -179,8 +187,17 @@ def checked_alone(rank: int, mesh: Mesh) -> None:
         found = Categorical(logits=rows).log_prob(torch.zeros(N, dtype=torch.long)).sum()
         found = found + Normal(rows, rows.exp()).log_prob(rows + 1).sum()
         assert found.item() < 0
-        met = met_by(lambda bad: Normal(bad, 1.0), [rows * torch.nan])
-        assert isinstance(met, ValueError) == (rank == 1)
+        cut = distribute_tensor(torch.randn(N, 4), mesh, [S(1)])
+        one_hot = distribute_tensor(torch.eye(4)[torch.arange(N) % 4], mesh, [S(1)])
+        covariance = distribute_tensor(torch.eye(4).repeat(N, 1, 1), mesh, [S(0)])
+        found = OneHotCategorical(logits=cut).log_prob(one_hot).sum()
+        found = found + RelaxedOneHotCategorical(torch.ones(()), logits=cut).base_dist.logits.sum()
+        found = found + Dirichlet(cut.exp()).log_prob(cut.softmax(1)).sum() - 100
+        found = found + MultivariateNormal(rows, covariance).log_prob(rows).sum()
+        assert found.item() < 0
+        for wrong in (lambda bad: Normal(bad, 1.0), lambda bad: Categorical(logits=bad)):
+            for bad in (rows, cut):
+                assert isinstance(met_by(wrong, [bad * torch.nan]), ValueError) == (rank == 1)
     finally:
         Distribution.set_default_validate_args(__debug__)
 
