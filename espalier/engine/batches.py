@@ -13,7 +13,7 @@ import torch
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import overlaps, send_rows
 from espalier.device import moved
-from espalier.engine.lengths import all_alike, refuse_unlike
+from espalier.engine.lengths import all_alike, refuse_unlike_batches
 from espalier.engine.row_lists import closed, lists_in, on_lists, opened, part_of, with_all_lists
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.layout.layout import bounds
@@ -303,7 +303,7 @@ class Batches:
         if pads and len(forms) > 1 and _RAGGED not in counts:
             return self._gathered(all_alike(given, mesh), pads=False)
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
-            refuse_unlike(None if given is None else _leaves(given), mesh)
+            refuse_unlike_batches(None if given is None else _leaves(given), mesh)
         if _EXHAUSTED in counts:
             first = next(i for i, n in enumerate(counts) if n != _EXHAUSTED)
             own = tree_map(lambda x: x[:0].cpu() if has_rows(x) else x, rows) if count >= 0 else None

@@ -571,7 +571,8 @@ class Engine(Surface):
                 "optimizer.step(closure), whose closure drops the gradients, calls loss = engine(batch) and "
                 "engine.backward(loss), and gives the loss."
             )
-        if not self.passes.may_step:
+        first = self._leader or self
+        if not any(x.passes.may_step for x in (first, *first.led)):
             raise ValueError(
                 "engine.step(): there are no gradients since the last step. Call loss = engine(batch) and "
                 "engine.backward(loss) first."

@@ -94,7 +94,7 @@ def all_alike(rows: Any, mesh: Mesh) -> Any:
     return padded(rows)
 
 
-def refuse_unlike(tensors: Sequence[tuple[str, torch.Tensor]] | None, mesh: Mesh) -> None:
+def refuse_unlike_batches(tensors: Sequence[tuple[str, torch.Tensor]] | None, mesh: Mesh) -> None:
     """Say what each rank has given (a collective); None: it has no rows left.
 
     Raises:

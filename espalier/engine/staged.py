@@ -37,7 +37,7 @@ from espalier.layout import Layout
 from espalier.meanwhile import having
 from espalier.mesh.parts import among
 from espalier.parallel import Arrangement, arrange, everywhere
-from espalier.parallel.compose import Stages, Undivided, refuse_unlike
+from espalier.parallel.compose import Stages, Undivided, refuse_unlike_stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.pipeline import ActionKind, Schedule, SplitError
@@ -99,9 +99,9 @@ class Staged(Passes):
         try:
             stages = self._stages = Stages(module, self.plan, self.mesh, example, costs)
         except SplitError:
-            refuse_unlike(self.mesh, ["cannot be divided"])
+            refuse_unlike_stages(self.mesh, ["cannot be divided"])
             raise
-        refuse_unlike(self.mesh, stages.split.described())
+        refuse_unlike_stages(self.mesh, stages.split.described())
         if unmeasured is not None and not isinstance(stages.split, Undivided):
             raise unmeasured
         sample, rows = call.sample(batch), call.batches.share(batch)

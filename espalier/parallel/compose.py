@@ -521,7 +521,7 @@ class Stages:
         return find_schedule(self._kind, plan.pipe, m, self._per_rank)
 
 
-def refuse_unlike(mesh: Mesh, found: list[str]) -> None:
+def refuse_unlike_stages(mesh: Mesh, found: list[str]) -> None:
     """See that all ranks have divided the model alike.
 
     Raises:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import espalier
-from tests.ranks.habits import Lay, batch, loss_of, trained
+from tests.ranks.habits import Lay, as_it_is, batch, loss_of, trained
 from tests.ranks.habitual import Lookahead, OnSphere, Outer, Point, Rotated, net
 
 
@@ -265,6 +266,19 @@ def optimizers_of_two_models(lay: Lay) -> list[Any]:
         out += [loss.item(), nn.utils.clip_grad_norm_(both, 0.1)]
         optimizer.step()
         schedule.step()
+    optimizer.zero_grad()
+    for step in range(3):  # by the engine's own step, which drops gradients
+        x, y = batch(step)
+        F.cross_entropy(decoder(x[:, :4] if step == 0 else encoder(x)), y).backward()
+        if lay is as_it_is:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            assert (encoder if step < 2 else decoder).engine.step()
+    if lay is not as_it_is:
+        assert encoder.engine.steps == 8
+        with pytest.raises(ValueError, match="no gradients since the last step"):
+            encoder.engine.step()
     states = optimizer.state_dict()["state"]
     return [*out, *seen, *both, *(state["exp_avg"] for _, state in sorted(states.items()))]
 

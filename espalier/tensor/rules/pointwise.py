@@ -228,7 +228,7 @@ def addcdiv(x: Operand, t1: Operand, t2: Operand, *, value: Any = 1) -> Spec:
 
 @rule("lerp", inplace=True, loose=True)
 def lerp(x: Operand, end: Operand, weight: Any) -> Spec:
-    """x + weight * (end - x); in the dtype of x, also where that is another (an average of rounded weights)."""
+    """x + weight * (end - x); in the dtype of x, which is another in averages of rounded weights."""
     spec = elementwise(operands_in(x, end, weight), linear=[(0, 1)], run=_in_dtype_of_first)
     spec.widens = True
     return spec
