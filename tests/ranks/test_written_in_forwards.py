@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,7 +255,22 @@ class Scored(nn.Module):
         return x + scores.t() @ scores.tanh() @ hidden
 
 
+class Matched(nn.Module):
+    """Lets NumPy say which rows meet which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = numpy.asarray(x.detach().cpu())[:, 0].argsort()
+        first = x.detach().numpy().argmax(0)
+        out: torch.Tensor = self.linear(x)[torch.as_tensor(order)] + x[torch.as_tensor(first)].mean(0)
+        return out
+
+
 def scored(rank: int, world: int) -> None:
+    same(partial(net, Matched, 3), 6, {"pipe": 2})
     same(partial(net, Scored, 3), 6, {"pipe": 2, "accumulate": 2})
 
 

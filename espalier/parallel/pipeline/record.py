@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -291,7 +292,8 @@ class Trace:
 
 
 _NAMES = """
-    __bool__ __int__ __float__ __index__ __complex__ __contains__ item tolist equal allclose is_nonzero
+    __bool__ __int__ __float__ __index__ __complex__ __contains__ item tolist equal allclose is_nonzero numpy
+    __array__
     """.split()
 ASKING = frozenset(
     getattr(owner, name) for name in _NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)
@@ -327,6 +329,23 @@ class _Sized(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class _Array(NamedTuple):
+    """An array of NumPy, as a value that is equal to others."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    values: bytes
+
+
+def _compared(out: Any) -> Any:
+    return _Array(out.dtype, out.shape, out.tobytes()) if isinstance(out, np.ndarray) else out
+
+
+def _again(out: Any) -> Any:
+    """What :func:`_compared` was given; a program may write to it."""
+    return np.frombuffer(out.values, out.dtype).reshape(out.shape).copy() if type(out) is _Array else out
 
 
 class _Read(DispatchMode):
@@ -387,7 +406,7 @@ def heard(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Answer
     """What a function gives, and what it was told; None if it is none that may ask."""
     if func in ASKING:
         out = func(*args, **kwargs)
-        return out, Answer(out, {})
+        return out, Answer(_compared(out), {})
     if _is_sized(func, args, kwargs):
         out = func(*args, **kwargs)
         return out, Answer(None, {}, tuple(map(_sized, out)) if isinstance(out, tuple) else _sized(out))
@@ -441,7 +460,7 @@ class _Answers(TorchFunctionMode):
             tensors = leaves((args, kwargs), torch.Tensor)
             if not any(x.is_meta for x in tensors):
                 return func(*args, **kwargs)
-            return _made(answer.sized, tensors) if sized else answer.out
+            return _made(answer.sized, tensors) if sized else _again(answer.out)
         if answer.read:
             places = iter(range(len(_scalars(args, kwargs))))
 
