@@ -43,10 +43,10 @@ def let_look(call: ModelRun, observers: Observers, inputs: Any, out: Any) -> Non
         observers.call(hook, (*took, out))
 
 
-@lru_cache(maxsize=1)
-def tell_of_writes() -> None:
-    """Tell once that a model runs for the sake of weights that its forward writes to."""
-    tell(_WRITES)
+@lru_cache
+def tell_of_writes(micro_batches: int) -> None:
+    """Tell once that a model, called on so many parts, runs for the sake of weights that it writes to."""
+    tell(_WRITES + (_BY_PARTS.format(micro_batches) if micro_batches > 1 else ""))
 
 
 def _with(stand: dict[int, Any], args: Any) -> Any:
@@ -77,4 +77,8 @@ _WRITES = (
     "may read them before its loss goes back, in a penalty say: so in a pipeline the model runs twice in a "
     "step, first without gradients. Quicker is to write behind optimizer.step(), in the loop; or "
     "engine.train_step(batch), which asks for nothing between."
+)
+_BY_PARTS = (
+    " With accumulate = {} it writes what it makes of a micro-batch: where a first call makes weights of its "
+    "rows (ActNorm), call the plain model once on a whole batch, before prepare."
 )

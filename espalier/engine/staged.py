@@ -323,7 +323,7 @@ class Staged(Passes):
         call.draw()
         self.hide()
         if self.stages.split.writes_weights:
-            tell_of_writes()
+            tell_of_writes(self.plan.accumulate)
             call.value()  # a penalty on weights, and who else reads them, is to find what it has written
         elif self.observers.look_forward and not self.mesh.is_dry:
             call.value()

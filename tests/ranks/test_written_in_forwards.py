@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import espalier
+from espalier.engine.looks import tell_of_writes
 from espalier.parallel.compose import UndividedWarning
 from tests.pure.test_left import MODELS, Restarted
 from tests.pure.test_split_odd import AroundTrunk, ReversibleTrunk
@@ -115,9 +116,11 @@ def written(rank: int, world: int) -> None:
     for plan in ({}, {"zero": 3}):
         same(lambda: Clamped().double(), 6, {"pipe": 2, **plan})
         same(partial(net, NormalisedLinear, 4), 6, {"pipe": 2, **plan})
-    for at in (1, 4):
-        for plan in ({}, {"accumulate": 2}, {"accumulate": 2, "recompute": "full"}):
-            same(partial(net, NormalisedLinear, at), 6, {"pipe": 2, **plan})
+    tell_of_writes.cache_clear()
+    with pytest.warns(UserWarning, match="With accumulate = 2 it writes what it makes of a micro-batch"):
+        for at in (1, 4):
+            for plan in ({}, {"accumulate": 2}, {"accumulate": 2, "recompute": "full"}):
+                same(partial(net, NormalisedLinear, at), 6, {"pipe": 2, **plan})
     for make in MODELS:
         same(partial(net, make, 1), 6, {"pipe": 2, "accumulate": 2})
     for plan in ({"schedule": "zb-h1"}, {"recompute": "full"}, {"schedule": "gpipe"}):
