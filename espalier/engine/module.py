@@ -120,7 +120,8 @@ class EngineModule(nn.Module):
         if self.engine.plan.pipe > 1:
             raise NotImplementedError(
                 f"{what}: in a pipeline ({self.engine.plan}) its parameters are on several ranks. Put the "
-                "transform into the model's forward, or train under a plan without pipe."
+                "transform into the model's forward, or train under a plan without pipe. Where nothing is "
+                "trained by it, transform engine.full_model(), a copy that each rank has whole."
             )
         if self.engine.arrangement is None:
             raise ValueError(
