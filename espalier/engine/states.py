@@ -271,13 +271,12 @@ def take_over(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> No
                 state[name] = redistribute(x, layout)
 
 
-def has_strays(optimizer: torch.optim.Optimizer, parameters: list[DTensor]) -> bool:
+def has_strays(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the program has put a state in an optimizer's that lies otherwise than its parameter."""
-    layouts = {id(p): p._layout.own for p in parameters}  # a tensor's own hash is Python's, and slow
     for p, state in optimizer.state.items():
-        layout = layouts.get(id(p))
-        if layout is None:
+        if type(p) is not DTensor:
             continue
+        layout = p._layout.own
         for x in state.values():
             if type(x) is DTensor:
                 lies = x._layout

@@ -249,7 +249,7 @@ def update(
             with _finished(optimizer, came_later, owners):
                 update(optimizer, factor, runs)
             return
-    if optimizer.__dict__.pop("_has_others_states", False) or has_strays(optimizer, parameters):
+    if optimizer.__dict__.pop("_has_others_states", False) or has_strays(optimizer):
         take_over(optimizer, parameters)
     if type(optimizer) not in ELEMENTWISE:
         if factor is not None:

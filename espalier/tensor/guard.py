@@ -234,6 +234,8 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if len(args) == 4:
             *args, kwargs["inputs"] = args  # type: ignore[assignment]
+        if type(tensors) is torch.Tensor and kwargs.get("inputs") is None:  # of most passes
+            return original(tensors, grad_tensors, *args, **kwargs)
         is_one = isinstance(tensors, torch.Tensor) or answers_itself(tensors)
         tensors = tensors if is_one or isinstance(tensors, tuple) else tuple(tensors)
         foreign = tuple(filter(answers_itself, (tensors,) if is_one else tensors))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from espalier.comm.redistribute import move
 from espalier.layout import Layout
 from espalier.layout.layout import R, is_partial
 from espalier.layout.routes import SUMS
-from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import DTensor, plain, stamp
 from espalier.torch_private import raw, swap_impls, swapped, version_of
@@ -84,10 +83,14 @@ def known_at_once(out: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def as_addends(*meshes: Mesh) -> Iterator[None]:
     """While open, it is not the program's loop that computes: numbers stay addends until they are used."""
-    with ExitStack() as stack:
-        for mesh in meshes:
-            stack.enter_context(having(mesh, sums_at_once=False))
+    of_loops = [mesh for mesh in meshes if mesh.sums_at_once]
+    for mesh in of_loops:
+        mesh.sums_at_once = False
+    try:
         yield
+    finally:
+        for mesh in of_loops:
+            mesh.sums_at_once = True
 
 
 def note_terms(out: torch.Tensor, operands: Iterable[Any]) -> None:

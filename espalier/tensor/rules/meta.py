@@ -267,18 +267,18 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
 
     If it finishes an engine's gradients, its losses are known to all ranks then.
     """
-    meshes = [x._layout.mesh for x in roots if type(x) is DTensor]
+    meshes = {id(mesh := x._layout.mesh): mesh for x in roots if type(x) is DTensor}.values()
     for mesh in meshes:
         if mesh.outermost.beside is not None:
             return mesh.outermost.beside(roots, go)
-    for engaged in {each for mesh in dict.fromkeys(meshes) for each in mesh.before_going}:
+    for engaged in {each for mesh in meshes if mesh.before_going for each in mesh.before_going}:
         engaged.see_begin()
     telling = Telling(roots)
     passes = {id(mesh.going): mesh.going for mesh in meshes}.values()
     for of_mesh in passes:
         of_mesh.append(telling)
     try:
-        with as_addends(*dict.fromkeys(meshes)):
+        with as_addends(*meshes):
             go()
     except RuntimeError as error:
         if "double backward" in str(error):
@@ -290,9 +290,11 @@ def went_back(roots: Sequence[Any], go: Callable[[], None]) -> None:
     telling.end()
 
 
-@torch.enable_grad()  # as in torch, backward may be called where nothing is recorded: in a hook, say
 def seeded(x: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where backward starts on this rank, and the local gradient it starts from."""
+    if not torch.is_grad_enabled():  # as in torch, it may be called where nothing is recorded: in a hook, say
+        with torch.enable_grad():
+            return seeded(x, gradient)
     layout = x._layout
     for n, state in zip(layout.mesh.shape, layout.axes, strict=True):
         if state in ("max", "min", "product") and n > 1:
@@ -324,7 +326,7 @@ def whole_starts(original: Callable[..., Any]) -> Callable[..., Any]:
     def starts(outputs: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if torch_functions_on():
             grads = [
-                _plain_start(g) if type(x) is torch.Tensor else g
+                _plain_start(g) if type(x) is torch.Tensor and type(g) is not torch.Tensor else g
                 for x, g in zip(outputs, grads, strict=False)
             ]
         return original(outputs, grads, *args, **kwargs)
