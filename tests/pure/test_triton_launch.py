@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 # what Triton asks of CUDA's driver; of the rest it is told that all went well
 ASKED = (
-    "cuCtxGetCurrent cuCtxGetLimit cuCtxSetCurrent cuCtxSetLimit cuDeviceGet cuDevicePrimaryCtxRetain "
-    "cuDriverGetVersion cuFuncSetAttribute cuFuncSetCacheConfig cuGetErrorString cuModuleGetFunction "
-    "cuModuleLoadData"
+    "cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxSetCurrent cuCtxSetLimit cuDeviceGet "
+    "cuDevicePrimaryCtxRetain cuDriverGetVersion cuFuncSetAttribute cuFuncSetCacheConfig cuGetErrorString "
+    "cuModuleGetFunction cuModuleLoadData cuModuleUnload"
 )
 DRIVER = """
 #include <stdint.h>
@@ -30,6 +30,7 @@ DRIVER = """
 int launches, count;
 uint32_t given[64], shape[7];
 int cuDeviceGetAttribute(int *v, int what, int d) { *v = 1 << 17; return 0; }
+int cuStreamIsCapturing(void *stream, int *is_so) { *is_so = 0; return 0; }
 int cuFuncGetAttribute(int *v, int what, void *f) { *v = what ? 32 : 1024; return 0; }
 int cuPointerGetAttribute(uint64_t *out, int what, uint64_t p) { *out = p; return 0; }
 int cuLaunchKernelEx(const void *config, void *f, void **args, void **extra) {

@@ -458,7 +458,7 @@ def check_case(of: Case, mesh: Mesh, few: int | None = None) -> Iterator[str]:
                     yield f"{agree.call}: {line}"
             yield from agree.settle()
         seen.add(writes(function))
-        if not fitted:
+        if not fitted and "now removed" not in str(reason):  # a newer torch has it no more
             yield f"{name_of(function)}: no sample fits: {reason}"
 
 
