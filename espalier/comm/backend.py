@@ -131,7 +131,7 @@ class Summing:
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two rows of equal length are the same memory."""
     is_shared = memory_id(x) == memory_id(y)
-    return is_shared and x.storage_offset() == y.storage_offset()
+    return is_shared and int(x.storage_offset()) == int(y.storage_offset())
 
 
 class Backend(ABC):
@@ -261,7 +261,7 @@ class C10d(Backend):
             return Work()
         options, order = dist.ReduceOptions(), mesh.order(axis)
         wire, op = summable(x, "sum")
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        options.reduceOp = _OPS[op]  # type: ignore[assignment, unused-ignore]
         options.rootRank, options.rootTensor = target if order is None else order[target], 0
         return Work((mesh.backend(axis, wire.device).reduce([wire], options),))
 

@@ -312,7 +312,7 @@ def move_as(
     plan = redistribute_plan(src, dst)
     if plan.unsummed is not None and x.requires_grad and torch.is_grad_enabled():
         redistribute_by(x, plan)  # raises
-    moved: torch.Tensor = _MoveAs.apply(x, plan, forward_dtype, backward_dtype)  # type: ignore[no-untyped-call]
+    moved: torch.Tensor = _MoveAs.apply(x, plan, forward_dtype, backward_dtype)  # type: ignore[no-untyped-call, unused-ignore]
     return moved
 
 
@@ -377,7 +377,7 @@ def on_dry(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """A plain tensor as an operand on a dry mesh: its shape. Its gradient there is zero."""
     if x.device.type == mesh.device_type:
         return x
-    shadow: torch.Tensor = _Shadow.apply(x, mesh.device_type)  # type: ignore[no-untyped-call]
+    shadow: torch.Tensor = _Shadow.apply(x, mesh.device_type)  # type: ignore[no-untyped-call, unused-ignore]
     return shadow
 
 
@@ -397,7 +397,7 @@ class _Written(OwnFunction):
 def written_on_dry(x: torch.Tensor, shadow: torch.Tensor) -> None:
     """Let a plain tensor hang on what was written to :func:`on_dry` of it, as on a mesh with ranks."""
     if shadow is not x and shadow.requires_grad and torch.is_grad_enabled():
-        _Written.apply(x, shadow)  # type: ignore[no-untyped-call]
+        _Written.apply(x, shadow)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 # straight to C: the Python apply in between serves functorch and costs as much as the call

@@ -630,7 +630,8 @@ def group_among(ranks: Sequence[int], *, by_pairs: bool = False) -> dist.Process
     world: Any = dist.group.WORLD
     options = of_further_groups(world, by_pairs)
     with having(world, bound_device_id=None):
-        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
+        group: Any = dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
+    assert isinstance(group, dist.ProcessGroup)  # its members alone call this
     return group
 
 

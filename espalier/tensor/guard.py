@@ -95,7 +95,7 @@ def install() -> None:
         return original(cls, *args, **kwargs)
 
     apply._espalier = True  # type: ignore[attr-defined]
-    base.apply = classmethod(apply)  # type: ignore[assignment]
+    base.apply = classmethod(apply)  # type: ignore[assignment, unused-ignore]
     torch.autograd.backward = _backward(torch.autograd.backward)
     wrap_door("starts", whole_starts)
     wrap_door("kinds of parameters", _by_kind)
