@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functions
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from espalier.meanwhile import having
 from espalier.sharding.spec import special
@@ -27,7 +27,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, stamp
 from espalier.tensor.fallback import function_of
 from espalier.tensor.names import is_known, names_in
 from espalier.tensor.observers import tell
-from espalier.trees import tensors_in, tree_map
+from espalier.trees import leaves, tensors_in, tree_map
 
 # those whose results are the same on all ranks, and which argument gets them; of a reduction all may have it
 _WRITTEN = {
@@ -53,10 +53,36 @@ _OTHERS = {
     "all_to_all_single": "output",
 }
 _OF_TWO = ("send", "isend", "recv", "irecv")
+# before torch 2.13; not isend and irecv, which torch compares with what it knows by these names
+_UNASKING = (
+    "all_gather_coalesced all_reduce_coalesced all_to_all broadcast gather recv reduce reduce_scatter scatter send"
+).split()
 _ALIKE = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 
+def _asking(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which asks who answers for what it is given."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = leaves([list(args), kwargs])
+        if has_torch_function(given):
+            return handle_torch_function(call, given, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    return call
+
+
+def _have_them_ask() -> None:
+    """Let collectives that ask nobody ask, as all do from torch 2.13 on: they would send this rank's part."""
+    for name in _UNASKING:
+        function = getattr(dist, name, None)
+        if function is not None and "has_torch_function" not in inspect.unwrap(function).__code__.co_names:
+            setattr(dist, name, _asking(function))
+
+
 def _known() -> Iterator[Callable[..., Any]]:
+    _have_them_ask()
     for name in (*_WRITTEN, *_OTHERS, *_OF_TWO):
         function = getattr(dist, name, None)  # some versions of torch lack some
         if function is not None:
