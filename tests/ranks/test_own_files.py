@@ -51,7 +51,7 @@ def trained(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     losses = []
     for step in steps:
         draw = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 6, generator=draw, dtype=next(net.parameters()).dtype)
+        x = torch.randn(8, 6, generator=draw, dtype=torch.float64).to(next(net.parameters()).dtype)
         loss = F.cross_entropy(net(x), torch.randint(0, 4, (8,), generator=draw))
         optimizer.zero_grad()
         loss.backward()
