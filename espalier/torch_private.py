@@ -177,6 +177,11 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def loses_second_derivatives() -> bool:
+    """Whether a compiled graph leaves terms of gradients of gradients out without a word: torch 2.11 did."""
+    return _version() < (2, 13)
+
+
 def getter(name: str) -> Callable[[torch.Tensor], Any]:
     """An attribute of tensors, read by C alone: to be called where torch functions are not intercepted."""
     read: Callable[[torch.Tensor], Any] = vars(_of_tensors)[name].__get__

@@ -54,6 +54,7 @@ from espalier.torch_private import (
     forward_hooks,
     getter,
     inductor,
+    loses_second_derivatives,
     memory_id,
     method,
     raw,
@@ -272,7 +273,8 @@ class Region:
                 inputs = variant.inputs(leaves)
                 if variant.written and _share_memory(inputs, variant.written):
                     return written  # traced as if each had memory of its own
-                return "graph", partial(variant.run, leaves, inputs)
+                run = partial(variant.run, leaves, inputs)
+                return "graph", partial(_once_only, run) if loses_second_derivatives() else run
         if variants.are_refused:
             return written
         if variants.count < _LIMIT and all(map(_compilable, leaves)):
@@ -323,6 +325,25 @@ class Region:
         if instance is None:
             return self
         return Region(self._call.__get__(instance), instance, self._backend, self._fullgraph)
+
+
+def _once_only(run: Callable[[], Any]) -> Any:
+    """What a graph gives; with an error for a gradient of it that is recorded itself."""
+
+    def refuse(_: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True through a compiled block: with torch {torch.__version__} it has no double "
+                "backward, and terms of it would be missing without a word. Leave compile out: "
+                "initialize(..., compile=False), or train.compile = false; or take torch 2.13 or newer."
+            )
+
+    out = run()
+    with raw():
+        for x in flatten(out)[0]:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(refuse)
+    return out
 
 
 @dataclass

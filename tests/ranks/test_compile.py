@@ -639,7 +639,8 @@ def test_gradients_of_gradients(plan: dict[str, Any]) -> None:
         assert losses("aot_eager") == expected
     with pytest.raises(RuntimeError, match="double backward") as met:
         losses("aot_eager", since=1)
-    assert "leave compile out" in met.value.__notes__[0]
+    words = [str(met.value), *getattr(met.value, "__notes__", ())]  # torch before 2.13 itself says nothing
+    assert any("eave compile out" in text for text in words)
 
 
 class _Mixing(nn.Module):
