@@ -25,7 +25,9 @@ else:  # a type checker would take it that every name is there
                 return globals()[name]
         if name in ("einsum", "tensordot", "transpose"):  # see there who looks for them here
             return getattr(import_module("espalier.tensor.arrays"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # with what it was asked of Python says which of the names was meant
+        said = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(said, name=name, obj=import_module(__name__))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})

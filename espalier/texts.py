@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.resources.abc import Traversable
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -99,6 +101,40 @@ def did_you_mean(
 
 
 # ---- what is wrong
+
+
+def shown(value: Any) -> str:
+    """A value that was given, in a sentence: a plain one as it is written, another by its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    is_plain = value is None or isinstance(value, str | bool | int | float)
+    return _short(value) if is_plain else f"of type {type(value).__name__}"
+
+
+def expect(what: str, value: Any, kinds: Any, expected: str) -> None:
+    """See that what was given for an argument is of a kind.
+
+    Raises:
+        TypeError: it is not; says what it is, and what is expected.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{what} is {shown(value)}, expected {expected}.")
+
+
+def whole(what: str, value: Any, least: float = 0) -> int:
+    """A whole number that was given for an argument, as Python counts.
+
+    Raises:
+        TypeError: it is none, and is not rounded.
+        ValueError: it is below ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is {shown(value)}, expected a whole number.") from None
+    if number < least:
+        raise ValueError(f"{what} is {number}, expected {least} or more.")
+    return number
 
 
 class MISSING:
@@ -207,24 +243,49 @@ def read_table(kind: type[T], values: Mapping[str, Any], section: str = "") -> T
 
 def mistakes_in(error: ValidationError, kind: Any, section: str = "") -> list[Mistake]:
     """What pydantic found wrong with a table."""
-    mistakes = []
+    mistakes: list[Mistake] = []
     for item in error.errors(include_url=False):
-        key = _dotted(section, *map(str, item["loc"]))
+        place = _place(kind, item["loc"])
+        key = _dotted(section, *map(str, place))
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, MistakeError):
             mistakes += [mistake.under(key) if key else mistake for mistake in cause.mistakes]
         elif item["type"] in _UNKNOWN_KEY:
-            table = kind
-            for name in item["loc"][:-1]:
-                within = get_args(table)  # a number is a place in a list of tables
-                table = within[0] if isinstance(name, int) else table.model_fields[name].annotation
-            mistakes.append(unknown_key(key, item["input"], table.model_fields))
+            mistakes.append(unknown_key(key, item["input"], _table(kind, place[:-1]).model_fields))
         elif item["type"] == "missing":
             mistakes.append(Mistake(key, MISSING, "is missing and has no default"))
         else:
             message = item["msg"].replace("Input should be", "expected").replace("Value error, ", "")
+            if item["type"] == "model_type":
+                message = f"expected a table of {', '.join(_table(kind, place).model_fields)}"
+            elif item["type"] == "tuple_type":
+                message = "expected a list"
+            before = mistakes[-1] if mistakes else None
+            if len(place) < len(item["loc"]) and before is not None and before.key == key:
+                message = f"{mistakes.pop().expected} or {message.removeprefix('expected ')}"
             mistakes.append(Mistake(key, item["input"], message))
     return mistakes
+
+
+def _table(kind: Any, place: Sequence[str | int]) -> Any:
+    """What stands at a place of a table: its kind."""
+    for name in place:
+        within = get_args(kind)  # a number is a place in a list of tables
+        if isinstance(name, int):
+            kind = within[0] if within else None
+        else:
+            fields_here = getattr(kind, "model_fields", {})
+            kind = fields_here[name].annotation if name in fields_here else None
+    return kind
+
+
+def _place(kind: Any, place: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """A place without which of several kinds a value was tried as, of which pydantic tells there."""
+    for n in range(len(place)):
+        tried = get_args(table) if get_origin(table := _table(kind, place[:n])) in (Union, UnionType) else ()
+        if len([x for x in tried if x is not type(None)]) > 1:
+            return place[:n]
+    return place
 
 
 def _dotted(*names: str) -> str:

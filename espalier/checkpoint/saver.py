@@ -47,7 +47,7 @@ from espalier.layout import Layout, chunk_bounds, local_box
 from espalier.layout.layout import Box
 from espalier.mesh import Mesh
 from espalier.tensor.observers import tell
-from espalier.texts import few
+from espalier.texts import few, whole
 from espalier.torch_private import version_of
 
 
@@ -182,7 +182,7 @@ def _see_some_stay(keep: int | None) -> None:
     Raises:
         ValueError: it would be.
     """
-    if keep is not None and keep < 1:
+    if keep is not None and whole("keep", keep, least=-math.inf) < 1:
         raise ValueError(
             f"keep = {keep}: so many checkpoints would stay in the folder, not even this one. Give 1 or "
             "more, or None, which keeps all."

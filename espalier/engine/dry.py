@@ -19,6 +19,7 @@ from espalier.comm import Ledger, ledger
 from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine
+from espalier.engine.passes import LossFunction
 from espalier.engine.recompute import Policy
 from espalier.engine.report import local_bytes, state_bytes
 from espalier.engine.start import initialize
@@ -29,13 +30,15 @@ from espalier.mesh import Mesh
 from espalier.parallel import Plan
 from espalier.parallel.data.residency import Carried
 from espalier.parallel.data.zero import ZeroState
+from espalier.parallel.several import Optimizers, as_one
 from espalier.parallel.tensor.infer import Choices, choices
 from espalier.tensor.copies import Apart, NotCopiedError
 from espalier.tensor.dry_runs import Recalled
 from espalier.tensor.dtensor import DTensor, recorded_layout
 from espalier.tensor.live_memory import LiveMemory
 from espalier.tensor.observers import by_module, tell
-from espalier.texts import in_columns
+from espalier.texts import expect, in_columns, shown
+from espalier.trees import tensors_in
 
 
 class Lined(NamedTuple):
@@ -161,7 +164,8 @@ def dry_run(
     plan: Plan | Mapping[str, Any],
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: Optimizers | None = None,
     max_grad_norm: float | None = None,
     layouts: Mapping[str, str] | None = None,
     branches: Mapping[str, int] | None = None,
@@ -180,8 +184,8 @@ def dry_run(
         batch: the global batch, as meta tensors. A program may look into masks and other integers that are
             given with their values, on the CPU, and into what it computes of them; other ranks' rows are
             then taken to be like the played one's.
-        optimizer: built on the model's parameters; copied, too.
-        max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
+        optimizer: built on the model's parameters, or several as a list; copied, too.
+        loss_fn, max_grad_norm, layouts, branches, count, recompute_policy: as for :func:`initialize`.
         coordinate: which rank to play, by its number along each axis in their order, or by names,
             ``{"pipe": 3}``, the others being 0; by default the first, which holds the most but in a pipeline;
             where the last stage has all of the model, that of the last stage.
@@ -190,9 +194,10 @@ def dry_run(
     Raises:
         ValueError: a parameter is not on ``meta``, or there is no such rank.
     """
+    check_dry(model, optimizer, batch)
     whole, batch = sum(p.numel() for p in parameters_in(model)), without_data(batch)
     options: dict[str, Any] = {"layouts": layouts, "max_grad_norm": max_grad_norm, "count": count}
-    options.update(recompute_policy=recompute_policy, branches=branches, shared=shared)
+    options.update(loss_fn=loss_fn, recompute_policy=recompute_policy, branches=branches, shared=shared)
     engine = dry_engine(model, plan, batch, optimizer=optimizer, coordinate=coordinate, **options)
     given_optimizer = optimizer
     plan, mesh, optimizer = engine.plan, engine.mesh, engine.optimizer
@@ -229,6 +234,28 @@ def dry_run(
     )
 
 
+def check_dry(model: Any, optimizer: Any, batch: Any) -> None:
+    """See that there is a model on the meta device, with its optimizer and batch.
+
+    Raises:
+        TypeError, ValueError: there is not; says what is there.
+    """
+    expect("The model", model, nn.Module, "a torch.nn.Module on the meta device")
+    if optimizer is not None:
+        as_one(optimizer)
+    if not any(True for _ in tensors_in([batch])):
+        raise TypeError(
+            f"The batch is {shown(batch)}, expected the tensors of a global batch, on the meta device."
+        )
+    real = [name for name, p in named_parameters_in(model) if p.device.type != "meta"]
+    if real:
+        raise ValueError(
+            f"A dry run needs a model on the meta device, but {real[0]} is on "
+            f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`, or give "
+            "copy.deepcopy(model).to('meta')."
+        )
+
+
 def _lines(data: ZeroState) -> list[Line]:
     """What goes into chunks by size."""
     kinds: dict[Any, int] = {}
@@ -246,7 +273,7 @@ def dry_engine(
     plan: Plan | Mapping[str, Any],
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     coordinate: tuple[int, ...] | Mapping[str, int] | None = None,
     shared: Shared | None = None,
     **options: Any,
@@ -260,14 +287,9 @@ def dry_engine(
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
-    real = [name for name, p in named_parameters_in(model) if p.device.type != "meta"]
-    if real:
-        raise ValueError(
-            f"A dry run needs a model on the meta device, but {real[0]} is on "
-            f"{model.get_parameter(real[0]).device}. Build it under `with torch.device('meta'):`."
-        )
+    check_dry(model, optimizer, batch)
     batch = without_data(batch)
-    model, optimizer = _copied(model, optimizer)
+    model, optimizer = _copied(model, None if optimizer is None else as_one(optimizer))
     for group in () if optimizer is None else optimizer.param_groups:
         # kernels that need a device; without, it is the same update
         group.update({key: said for key, said in (("fused", None), ("capturable", False)) if group.get(key)})
@@ -416,20 +438,22 @@ def explain_layouts(
     plan: Plan | Mapping[str, Any],
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: Optimizers | None = None,
     layouts: Mapping[str, str] | None = None,
     count: Count | None = None,
 ) -> LayoutTable:
     """How a plan lays a model out, and what each module sends for it: forward and backward of one dry step.
 
     Args:
-        model, plan, batch, optimizer, layouts, count: as for :func:`~espalier.dry_run`.
+        model, plan, batch, loss_fn, optimizer, layouts, count: as for :func:`~espalier.dry_run`.
 
     Raises:
         ValueError: a parameter is not on ``meta``.
     """
     plan = plan if isinstance(plan, Plan) else Plan.from_dict(plan)
-    options: dict[str, Any] = {"optimizer": optimizer, "layouts": layouts, "count": count}
+    check_dry(model, optimizer, batch)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "layouts": layouts, "count": count}
     if plan.pipe == 1:
         return _explained(model, plan, batch, None, options)
     rows: dict[tuple[str, str], LayoutRow] = {}

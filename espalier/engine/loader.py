@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from espalier.engine.batches import has_rows
 from espalier.engine.collation import hangs_together
 from espalier.tensor.observers import tell
+from espalier.texts import whole
 from espalier.trees import instances_of, tensors_in, tree_map
 
 Rows = Callable[[int], slice]
@@ -60,6 +62,9 @@ class Loader:
                 f"engine.loader needs a dataset of known length whose rows have numbers, got "
                 f"{type(dataset).__name__}. Of a stream, give each rank's rows to engine.local_batch(rows)."
             )
+        whole("engine.loader: batch_size", batch_size, least=-math.inf)
+        if not callable(seed):
+            whole("engine.loader: seed", seed, least=-math.inf)
         if batch_size < 1:
             raise ValueError(f"batch_size = {batch_size}: expected the rows of a global batch, 1 or more.")
         ours = {"batch_sampler", "sampler", "batch_size", "generator"} & options.keys()

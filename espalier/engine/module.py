@@ -17,10 +17,10 @@ from torch.utils.data.distributed import DistributedSampler
 from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
 from espalier.engine.by_model import add_notes, with_notes_of
-from espalier.engine.engine import Engine, Rows
+from espalier.engine.engine import Engine, Rows, check_rows
 from espalier.engine.loader import Orders
 from espalier.engine.seen import give_back, held_gradients
-from espalier.engine.start import initialize
+from espalier.engine.start import check_kinds, initialize
 from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders, inner_of
@@ -60,7 +60,7 @@ class EngineModule(nn.Module):
 
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__()
-        self._rows, self._engine = rows, engine
+        self._rows, self._engine = check_rows(rows), engine
         engine.gives_whole_states = True
         engine.passes.first_batches.look_away()
         self.module = engine.module
@@ -83,7 +83,7 @@ class EngineModule(nn.Module):
 
     @rows.setter
     def rows(self, value: Rows) -> None:
-        self._rows = value
+        self._rows = check_rows(value)
 
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ class PreparedModule(EngineModule):
         if hasattr(self.module, "rows"):
             self.module.rows = value
         else:
-            self.__dict__["_rows"] = value
+            self.__dict__["_rows"] = check_rows(value)
 
     @property
     def training(self) -> bool:
@@ -531,6 +531,7 @@ def prepare(
         an :class:`EngineModule` in the model's place (whose ``engine`` is the engine), and all ``things`` in
         their order.
     """
+    check_kinds(model, plan)
     optimizers = [x for x in things if isinstance(x, torch.optim.Optimizer)]
     gradients = held_gradients(model)
     engine = initialize(model, optimizers or None, plan, **options)

@@ -25,6 +25,7 @@ from espalier.parallel import Plan
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.plan import LossScale
 from espalier.tensor import DTensor, plain, redistribute, stamp
+from espalier.texts import shown
 from espalier.torch_private import foreach_mul_, foreach_norms, getter, raw
 
 # the C functions themselves: this is the way of every step
@@ -186,8 +187,11 @@ def clip_of(plan: Plan, max_grad_norm: float | None) -> float | None:
     """The largest norm that gradients may have.
 
     Raises:
-        ValueError: the plan says one, and the argument another.
+        ValueError: the plan says one, and the argument another; it is no number above 0.
     """
+    is_number = isinstance(max_grad_norm, int | float) and max_grad_norm > 0
+    if max_grad_norm is not None and not is_number:
+        raise ValueError(f"max_grad_norm is {shown(max_grad_norm)}, expected a number above 0, or None.")
     if max_grad_norm is not None and plan.clip not in (None, max_grad_norm):
         raise ValueError(
             f"Plan(clip={plan.clip}) and max_grad_norm={max_grad_norm} differ: give one of them."

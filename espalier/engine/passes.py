@@ -49,6 +49,7 @@ from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dtensor import is_sparse, refuse_nested
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
+from espalier.texts import expect
 from espalier.torch_private import getter, is_a_view, raw
 from espalier.trees import object_map, tensors_in, tree_map
 
@@ -92,6 +93,7 @@ class ModelCall:
     def parts(self, given: Any) -> Iterable[Any]:
         """Micro-batches; a batch that stands in their place is cut."""
         parts: Iterable[Any] = self.batches.cut(given) if self.is_batch(given) else given
+        expect("What is passed", parts, Iterable, "a batch, or several as a list")
         return parts
 
     def is_batch(self, given: Any) -> bool:
@@ -177,7 +179,7 @@ class ModelCall:
                 "with loss_fn a batch is a pair (inputs, targets): model(inputs), loss_fn(output, targets)."
             )
             if self.loss_fn is None:
-                more = "a pair (inputs, targets) wants initialize(..., loss_fn=...), which gets the targets."
+                more = "a pair (inputs, targets) wants loss_fn= beside it, which gets the targets."
             error.add_note(f"The engine called model({'**' if named else '*'}batch): {more}")
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
@@ -193,7 +195,7 @@ class ModelCall:
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss has the shape {list(loss.shape)}, expected one number. Reduce it in the model, or "
-                "pass loss_fn= to initialize. To make the loss in the loop, take the output by "
+                "pass loss_fn= beside it. To make the loss in the loop, take the output by "
                 "engine.outputs(inputs)."
             )
         return loss

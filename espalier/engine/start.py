@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from espalier.tensor.compiled import Backend
 from espalier.tensor.copies import run_as_written
 from espalier.tensor.modules import see_all_rows
 from espalier.tensor.observers import tell
-from espalier.texts import few
+from espalier.texts import expect, few, shown
 
 
 def initialize(
@@ -87,6 +87,7 @@ def initialize(
         ValueError: mesh and plan differ, no parameter of the optimizer is the model's, ...
     """
     plan = _plan(model, plan)
+    _check_options(loss_fn, layouts, branches, count, recompute_policy, faults, spikes, compile)
     if mesh is None:
         _stay_on_device(model)
     whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
@@ -117,7 +118,7 @@ def initialize(
     return engine
 
 
-def _check_kinds(model: Any, plan: Any) -> None:
+def check_kinds(model: Any, plan: Any) -> None:
     """See that the first arguments are what they should be.
 
     Raises:
@@ -125,7 +126,7 @@ def _check_kinds(model: Any, plan: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"initialize(model, optimizer, plan): the model is {_kind(model)}, expected a torch.nn.Module."
+            f"initialize(model, optimizer, plan): the model is {shown(model)}, expected a torch.nn.Module."
         )
     if (what := _by_torch(model)) is not None:
         raise ValueError(
@@ -135,7 +136,7 @@ def _check_kinds(model: Any, plan: Any) -> None:
         )
     if plan is not None and not isinstance(plan, Plan | Mapping):
         raise TypeError(
-            f"initialize(model, optimizer, plan): the plan is {_kind(plan)}, expected a Plan or a dict of "
+            f"initialize(model, optimizer, plan): the plan is {shown(plan)}, expected a Plan or a dict of "
             'its arguments, such as espalier.Plan(data=4) or {"data": 2, "tensor": 2, "zero": 1}.'
         )
 
@@ -150,12 +151,41 @@ def _by_torch(model: nn.Module) -> str | None:
     return None
 
 
-def _kind(x: Any) -> str:
-    return repr(x) if isinstance(x, str | int | float) else f"of type {type(x).__name__}"
+def _check_options(
+    loss_fn: Any,
+    layouts: Any,
+    branches: Any,
+    count: Any,
+    recompute_policy: Any,
+    faults: Any,
+    spikes: Any,
+    compile: Any,
+) -> None:
+    """See that each is what it should be.
+
+    Raises:
+        TypeError: it is not.
+    """
+    for what, given, kinds, expected in (
+        ("loss_fn", loss_fn, Callable, "a function, such as torch.nn.functional.mse_loss"),
+        ("layouts", layouts, Mapping, "a dict, such as {'*.up': 'column', '*.down': 'row'}"),
+        ("branches", branches, Mapping, "a dict, such as {'*.attention': 0, '*.mlp': 1}"),
+        ("recompute_policy", recompute_policy, Callable, "policy(context, op, *args, **kwargs)"),
+        ("faults", faults, Faults, "an espalier.Faults (Faults(watch=False) for no watch)"),
+        ("spikes", spikes, Spikes, "an espalier.Spikes, such as Spikes(on_nan='skip')"),
+        ("compile", compile, (bool, str, Callable), "True, False, or a backend"),
+    ):
+        if given is not None:
+            expect(f"initialize: {what}", given, kinds, expected)
+    if isinstance(loss_fn, type):
+        expected = f"a function, or a criterion that is made: {loss_fn.__name__}()"
+        raise TypeError(f"initialize: loss_fn is the class {loss_fn.__name__}, expected {expected}.")
+    if count is not None and count != "sum":
+        expect("initialize: count", count, Callable, "a function of a micro-batch, or 'sum'")
 
 
 def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None) -> Plan:
-    _check_kinds(model, plan)
+    check_kinds(model, plan)
     if isinstance(plan, Plan):
         return plan
     if plan is not None:

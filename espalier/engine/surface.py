@@ -19,7 +19,7 @@ from espalier.parallel.pipeline.arguments import Arguments, mapped
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import Written
 from espalier.tensor.observers import tell
-from espalier.texts import few
+from espalier.texts import expect, few
 from espalier.torch_private import memory_id, raw
 
 
@@ -103,6 +103,7 @@ class Surface(ABC):
         Raises:
             StateDictError: it is of another model.
         """
+        expect("load_state_dict: the state dict", state_dict, Mapping, "a dict of names to tensors")
         state = {
             name: self._whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
         }

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from espalier.texts import MistakeError
+
+_EXPECTED: Final = {bool: "true or false", int: "a whole number", int | float: "a number"}
+
+
+def _of_other_kinds(settings: object, **kinds: Any) -> list[tuple[str, Any, str]]:
+    """What of settings is not of its kind."""
+    given = {name: getattr(settings, name) for name in kinds}
+    return [
+        (name, value, f"expected {_EXPECTED[kinds[name]]}")
+        for name, value in given.items()
+        if not isinstance(value, kinds[name]) or (isinstance(value, bool) and kinds[name] is not bool)
+    ]
+
 
 SpikeAnswer = Literal["stop", "skip", "rollback"]
 
@@ -29,7 +42,9 @@ class Faults:
     outside: float = 60.0
 
     def __post_init__(self) -> None:
-        wrong = []
+        wrong = _of_other_kinds(self, watch=bool, limit=int | float, outside=int | float)
+        if wrong:
+            raise MistakeError("Faults", wrong)
         if not 1 <= self.limit < math.inf:
             expected = "a rank gives a sign of life twice a second: expected at least 1 (second), and finite"
             wrong.append(("limit", self.limit, expected))
@@ -60,6 +75,9 @@ class Spikes:
     limit: int = 10
 
     def __post_init__(self) -> None:
+        wrong = _of_other_kinds(self, factor=int | float, window=int, least=int, limit=int)
+        if wrong:
+            raise MistakeError("Spikes", wrong)
         wrong = [
             (name, getattr(self, name), f"expected one of {', '.join(known)}")
             for name, known in (("on_nan", _ANSWERS), ("on_spike", (*_ANSWERS, "ignore")))

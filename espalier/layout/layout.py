@@ -19,6 +19,7 @@ shard_map; the letters of others stand in :mod:`espalier.layout.transitions`.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from espalier.mesh import Mesh
 from espalier.mesh.mesh import MeshLike, as_mesh
+from espalier.texts import expect
 
 AxisState = int | str
 R: Final = "R"
@@ -110,7 +112,7 @@ class Layout:
             warnings.warn("Layout(varied=) is now called deferred=.", DeprecationWarning, stacklevel=2)
             deferred = varied
         mesh = as_mesh(mesh)
-        shape = tuple(int(n) for n in shape)
+        shape = _sizes(shape)
         axes = _states(mesh, placements, shape)
         for axis in deferred:
             i = mesh.axis(axis)
@@ -120,6 +122,10 @@ class Layout:
                     "and only a replicated value has a gradient that can be left Partial."
                 )
             axes[i] = D
+        if isinstance(order, str | int):
+            raise TypeError(
+                f"order is {order!r}, expected axes in the order in which they cut: ['tensor', 'data']."
+            )
         rank = {mesh.axis(a): i for i, a in enumerate(order)} if order is not None else {}
         cutting: list[list[int]] = [[] for _ in shape]
         for i, state in enumerate(axes):
@@ -312,7 +318,28 @@ def normal_dim(dim: int, ndim: int, what: str = "dim") -> int:
     return dim % ndim if ndim else 0
 
 
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape, in Python's numbers.
+
+    Raises:
+        TypeError: these are no whole numbers.
+        ValueError: one is below 0.
+    """
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        given = list(shape) if isinstance(shape, list | tuple) else shape
+        raise TypeError(f"The shape is {given!r}, expected whole numbers, one for each dim.") from None
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"The shape is {list(sizes)}, expected numbers of 0 or more.")
+    return sizes
+
+
 def _states(mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> list[AxisState]:
+    if not isinstance(placements, list | tuple):
+        expect(
+            "placements", placements, Sequence, f"a list, one for each of the axes {', '.join(mesh.names)}"
+        )
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"{len(placements)} placement(s) {list(placements)} given for {mesh!r}; expected {mesh.ndim}, "

@@ -35,7 +35,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from espalier.files import own_folder, temporary_folder
 from espalier.mesh.hosts import Hosts, meeting, own_address, settings_for
-from espalier.mesh.mesh import Mesh
+from espalier.mesh.mesh import Mesh, names_and_sizes
 from espalier.mesh.process import (
     ACCOUNT,
     FOLDER,
@@ -48,6 +48,7 @@ from espalier.mesh.process import (
     start,
     use_loopback,
 )
+from espalier.texts import expect
 
 _TAIL_LINES = 30
 # sets have one order in all ranks: programs call modules, and so the ranks one another, in it
@@ -497,6 +498,7 @@ def _exit_text(code: int) -> str:
 # ---- local ranks from inside a program: a function on a mesh, without a launcher
 
 
+_MOST_SPAWNED = 1024
 _FAILED = ".failed"  # how the name ends under which a rank leaves what it raised
 
 
@@ -519,7 +521,13 @@ def spawn(
         torch.multiprocessing.ProcessRaisedException: a rank raised; the message holds its traceback,
             and the other ranks have been stopped.
     """
-    n = math.prod(axes.values())
+    expect("spawn: fn", fn, Callable, "a function of a mesh")
+    _, sizes = names_and_sizes(axes)
+    n = math.prod(sizes)
+    if n > _MOST_SPAWNED:
+        raise ValueError(
+            f"spawn: {n:,} processes on this machine are too many, expected up to {_MOST_SPAWNED:,}."
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -25,12 +25,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from espalier.device import accelerator, backend_of, current, is_accelerator, of_further_groups, of_world
+from espalier.device import (
+    accelerator,
+    backend_of,
+    choose,
+    current,
+    is_accelerator,
+    of_further_groups,
+    of_world,
+)
 from espalier.meanwhile import having
 from espalier.mesh.process import running_size, start
+from espalier.texts import expect, shown, whole
 from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
 
 MAX_AXES = 8
+_MOST_RANKS = 1 << 20
 
 
 class Mesh:
@@ -169,8 +179,7 @@ class Mesh:
         Raises:
             ValueError: the sizes don't multiply to the number of ranks, or a rank is not in the world.
         """
-        names, shape = tuple(axes), tuple(int(n) for n in axes.values())
-        _check_axes(names, shape)
+        names, shape = names_and_sizes(axes)
         if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             start(device_type)
         running = dist.is_initialized()
@@ -186,6 +195,8 @@ class Mesh:
             )
         if device_type is None:
             device_type = of_world() if running else accelerator() or "cpu"
+        elif not running:
+            device_type = choose(device_type, 0, 1).type
         members = tuple(range(needed) if ranks is None else map(int, ranks))
         known = _built().get((device_type, names, shape, members))
         if known is not None:
@@ -203,6 +214,7 @@ class Mesh:
 
         On a rank outside it the mesh is dry (:attr:`is_member` says which).
         """
+        expect("from_torch: the mesh", device_mesh, DeviceMesh, "a torch DeviceMesh")
         # torch makes a new object for each slice of a mesh, equal to the last: the root remembers ours
         family = _family(device_mesh)
         known = family.get(device_mesh)
@@ -231,6 +243,7 @@ class Mesh:
     @staticmethod
     def single(names: tuple[str, ...] = ("data",), device_type: str = "cpu") -> Mesh:
         """One process alone: every axis has size 1 and no process group is needed."""
+        names = (names,) if isinstance(names, str) else names
         return Mesh(tuple(names), (1,) * len(names), coordinate=(0,) * len(names), device_type=device_type)
 
     @staticmethod
@@ -252,10 +265,13 @@ class Mesh:
         Raises:
             ValueError: there is no such coordinate.
         """
-        names, shape = tuple(axes), tuple(int(n) for n in axes.values())
-        _check_axes(names, shape)
-        fits = coordinate is None or len(coordinate) == len(shape)
-        if not fits or any(not 0 <= c < n for c, n in zip(coordinate or (), shape, strict=False)):
+        names, shape = names_and_sizes(axes)
+        fits = coordinate is None or (
+            isinstance(coordinate, Sequence)
+            and len(coordinate) == len(shape)
+            and all(isinstance(c, int) and 0 <= c < n for c, n in zip(coordinate, shape, strict=True))
+        )
+        if not fits:
             raise ValueError(
                 f"coordinate = {coordinate} is not in a mesh of {dict(axes)}: expected {len(shape)} numbers, "
                 "one along each axis, from 0 and below its size."
@@ -279,7 +295,11 @@ class Mesh:
         Raises:
             ValueError: there is no axis of that name.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if isinstance(axes, str):
+            names: tuple[str, ...] = (axes,)
+        else:
+            expect("mesh[...]", axes, Sequence, f"names of its axes, among {', '.join(self.names)}")
+            names = tuple(axes)
         if names == self.names:
             return self
         if names in self._parts:
@@ -344,14 +364,25 @@ class Mesh:
             if axis not in self._index:
                 raise ValueError(f"The mesh has no axis {axis!r}; its axes are {', '.join(self.names)}.")
             return self._index[axis]
+        if not isinstance(axis, int):
+            raise TypeError(
+                f"The axis is {shown(axis)}, expected one of {', '.join(self.names)}, or its number."
+            )
         if not -self.ndim <= axis < self.ndim:
             raise ValueError(f"The mesh has no axis {axis}; it has {self.ndim}: {', '.join(self.names)}.")
         return axis % self.ndim
 
     def group(self, axis: int | str) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one along ``axis`` only."""
+        """The process group of the ranks that differ from this one along ``axis`` only.
+
+        Raises:
+            ValueError: the axis has one rank, or the mesh is dry: there is none.
+        """
         group = self._groups[self.axis(axis)]
-        assert group is not None, "axes of size 1 and dry meshes have no process group"
+        if group is None:
+            raise ValueError(
+                f"{self!r} has no process group along {axis!r}: axes of one rank and dry meshes need none."
+            )
         return group
 
     def whole_group(self) -> dist.ProcessGroup:
@@ -646,6 +677,17 @@ def _check_backends(groups: Sequence[dist.ProcessGroup | None], device_type: str
             )
 
 
+def names_and_sizes(axes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The axes that a mesh is to have."""
+    expect("The mesh's axes", axes, Mapping, "names and sizes, such as {'data': 2, 'tensor': 2}")
+    for name in axes:
+        expect("The name of an axis", name, str, "a text, such as 'data'")
+    names = tuple(axes)
+    shape = tuple(whole(f"The size of axis {name!r}", n, least=-math.inf) for name, n in axes.items())
+    _check_axes(names, shape)
+    return names, shape
+
+
 def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     wrong = []
     if len(names) != len(shape):
@@ -657,6 +699,8 @@ def _check_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     wrong += [
         f"axis {k!r} has size {n}; a size is at least 1" for k, n in zip(names, shape, strict=False) if n < 1
     ]
+    if not wrong and math.prod(shape) > _MOST_RANKS:
+        wrong.append(f"up to {_MOST_RANKS:,} ranks are possible")
     if wrong:
         raise ValueError(f"Not a mesh: names {names}, sizes {shape}: " + "; ".join(wrong) + ".")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,22 @@ from pydantic_core import PydanticCustomError
 
 from espalier.parallel.schedules.actions import Schedule
 from espalier.parallel.schedules.generate import KINDS
-from espalier.texts import MISSING, Count, MistakeError, Positive, Settings, did_you_mean, mistakes_in
+from espalier.texts import (
+    MISSING,
+    Count,
+    MistakeError,
+    Positive,
+    Settings,
+    did_you_mean,
+    dtype_name,
+    expect,
+    mistakes_in,
+    shown,
+)
+
+if TYPE_CHECKING:  # mistakes in a plan are told before torch is there
+    import torch
+    from torch import nn
 
 # ---- the tensor axes of a plan: how the ranks that share each layer form a line, a grid or a cube
 #
@@ -255,8 +270,15 @@ class Precision(Settings):
 
 
 def as_precision(value: Any) -> Any:
-    """A lone string as the table that it stands for; the rest as it is."""
-    return {"compute": value} if isinstance(value, str) else value
+    """A lone string, or a dtype of torch's, as the table that it stands for; the rest as it is."""
+    if isinstance(value, str):
+        return {"compute": value}
+    if str(value).startswith("torch."):
+        return {"compute": dtype_name(value)}
+    if not isinstance(value, Mapping | Precision):
+        keys = ", ".join(Precision.model_fields)
+        raise PydanticCustomError("precision", f"expected a word, such as 'bfloat16', or a table of {keys}")
+    return value
 
 
 # ---- the plan itself
@@ -271,6 +293,12 @@ def _recompute(value: Any) -> Any:
             "recompute",
             'expected "none", "full", "selective", or a table of patterns of block names to these',
         )
+    return value
+
+
+def _stage(value: Any) -> Any:
+    if type(value) is not int or value not in range(4):  # True and 3.0 are equal to stages
+        raise PydanticCustomError("zero", "expected 0, 1, 2 or 3")
     return value
 
 
@@ -335,11 +363,15 @@ def known_as(arguments: Mapping[str, Any]) -> dict[str, Any]:
         keys[name], said[name] = _as_plain(value), by
 
     for key, value in arguments.items():
-        if key == "fsdp":
+        if key == "fsdp" and isinstance(value, bool):
+            twice.append((key, value, "expected the number of ranks: fsdp = 4 is data = 4, zero = 3"))
+        elif key == "fsdp":
             say("data", value, key)
             say("zero", 3, key)
-        elif key in ("bf16", "fp16") and isinstance(value, bool):
-            if value:
+        elif key in ("bf16", "fp16"):
+            if not isinstance(value, bool):
+                twice.append((key, value, "expected True or False"))
+            elif value:
                 say("precision", _DTYPES[key], key)
         else:
             say(_NAMES.get(key, key), value, key)
@@ -428,7 +460,7 @@ class Plan(Settings):
     data: Count = 1
     expert: Count = 1
     branch: Count = 1
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[int, PlainValidator(_stage)] = 0
     replicate: Count = 1
     tensor: Count = 1
     sequence_parallel: bool | Literal["auto"] = False
@@ -498,7 +530,12 @@ class Plan(Settings):
 
     else:
 
-        def __init__(self, **arguments: Any) -> None:
+        def __init__(self, *tables: Any, **arguments: Any) -> None:
+            if tables:
+                raise TypeError(
+                    "Plan(...) takes values by their names, such as Plan(data=2, tensor=2), and those of a "
+                    f"dict as Plan(**table); the first argument is {shown(tables[0])}."
+                )
             try:
                 super().__init__(**known_as(arguments))
             except ValidationError as error:
@@ -589,15 +626,42 @@ class Plan(Settings):
         return []
 
     @classmethod
-    def auto(cls, model: Any, batch: Any, cluster: Any, **options: Any) -> Plan:
-        """The best plan for a model on a cluster: see :func:`espalier.planner.auto`."""
+    def auto(
+        cls,
+        model: nn.Module,
+        batch: Any,
+        cluster: Any,
+        *,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        ranks: int | None = None,
+        **fixed: Any,
+    ) -> Plan:
+        """The best plan for a model on a cluster; its ``why`` says why.
+
+        Args:
+            model: on the ``meta`` device, as for :func:`~espalier.dry_run`.
+            batch: the global batch, as meta tensors.
+            cluster: the name of one that is shipped (``"h100-sxm"``), the file of one, or one.
+            loss_fn: as for :func:`~espalier.initialize`.
+            optimizer: built on the model's parameters, or several as a list; AdamW if not given.
+            ranks: how many of the cluster's are used; all by default.
+            fixed: values of the plan that are not searched: ``precision="bfloat16"``, ``tensor=8``.
+
+        Raises:
+            ValueError: nothing fits; says what is the least that would.
+        """
         # by name: the planner stands above, and is loaded by those alone who ask it
-        plan: Plan = import_module("espalier.planner").auto(model, batch, cluster, **options)
+        auto = import_module("espalier.planner").auto
+        plan: Plan = auto(model, batch, cluster, loss_fn=loss_fn, optimizer=optimizer, ranks=ranks, **fixed)
         return plan
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
         """The plan of a dict such as ``{"data": 2, "tensor": 2}``."""
+        expect(
+            "The plan", given, Mapping, 'a dict of its arguments, such as {"data": 2, "tensor": 2, "zero": 1}'
+        )
         return cls(**given)
 
     @classmethod
@@ -609,7 +673,7 @@ class Plan(Settings):
             raise ValueError(f"The plan {path} cannot be read: {error.strerror}.") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"The plan {path} is not valid TOML: {error}.") from None
-        return cls(**tables.get("plan", tables))
+        return cls.from_dict(tables.get("plan", tables))
 
     @property
     def axes(self) -> dict[str, int]:

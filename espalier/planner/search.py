@@ -35,6 +35,7 @@ from espalier.planner.prediction import (
 from espalier.planner.prices import HIDDEN, Prices, Spent, Stage, spent_on
 from espalier.planner.recording import Op
 from espalier.planner.space import Space, divisors
+from espalier.texts import few
 from espalier.trees import leaves
 
 _TIMELINES = 10  # of the best are simulated, schedule by schedule
@@ -517,7 +518,13 @@ class Search:
         self._recorder.ahead(cells, {plan.zero for plan, _ in candidates}, self._precision)
         scored = self._scored(candidates)
         if not scored:
-            why = "; ".join(f"{key}: {reason}" for key, reason in list(self.refused.items())[:4])
+            alike: dict[str, list[str]] = {}
+            for key, reason in self.refused.items():
+                alike.setdefault(reason, []).append(key)
+            why = "; ".join(
+                reason.rstrip(".") if len(alike) == 1 else f"{few(keys, 1)}: {reason.rstrip('.')}"
+                for reason, keys in list(alike.items())[:4]
+            )
             fixed = ", ".join(f"{key} = {value}" for key, value in self._fixed.items())
             raise ValueError(
                 f"No plan uses {self.ranks} ranks for a batch of {self._batch} rows"

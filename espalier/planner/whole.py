@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier.engine.dry import check_dry
+from espalier.engine.passes import LossFunction
 from espalier.parallel import Plan
 from espalier.parallel.plan import Precision
+from espalier.parallel.several import Optimizers, as_one
 from espalier.planner.cells import Recorder
 from espalier.planner.cluster import Cluster, cache
 from espalier.planner.explain import Checked, change, gigabytes, variants, words
 from espalier.planner.prediction import Found, Prediction
 from espalier.planner.search import Search
+from espalier.texts import expect, whole
 
 _NEAR = 200  # of the best are priced again for each change of the cluster
 _CHECKED, _MOST = 3, 8  # of the best that fit are run dry, of so many
@@ -33,26 +37,23 @@ def auto(
     batch: Any,
     cluster: Cluster | str | Path,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: Optimizers | None = None,
     ranks: int | None = None,
     **fixed: Any,
 ) -> Plan:
-    """The best plan for a model on a cluster; ``plan.why`` says why.
-
-    Args:
-        model: on the ``meta`` device, as for :func:`~espalier.dry_run`.
-        batch: the global batch, as meta tensors.
-        cluster: one, its file, or the name of one that is shipped.
-        optimizer: built on the model's parameters; AdamW if not given.
-        ranks: how many of the cluster's are used; all by default.
-        fixed: values of the plan that are not searched: ``precision="bfloat16"``, ``tensor=8``.
-
-    Raises:
-        ValueError: nothing fits; says what is the least that would.
-    """
+    """The best plan for a model on a cluster: see :meth:`espalier.Plan.auto`."""
+    check_dry(model, optimizer, batch)
+    expect(
+        "Plan.auto: the cluster",
+        cluster,
+        Cluster | str | Path,
+        "the name of a cluster, its file, or a Cluster",
+    )
+    ranks = None if ranks is None else whole("ranks", ranks, 1)
     cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
-    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-    recorder = Recorder(model, optimizer, batch, {}, recordings())
+    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else as_one(optimizer)
+    recorder = Recorder(model, optimizer, batch, {"loss_fn": loss_fn} if loss_fn else {}, recordings())
     base = Plan(**{key: fixed[key] for key in ("precision", "clip") if key in fixed})
     result = Search(recorder, cluster, base, ranks=ranks, fixed=fixed).run()
     return chosen(result)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,14 @@ from espalier.mesh.mesh import MeshLike, as_mesh
 from espalier.sharding.spec import Operand, RuleFunction, Spec, spellings
 from espalier.tensor.compare import compared
 from espalier.tensor.dispatch import forget
-from espalier.tensor.dtensor import DTensor, left, redistribute, refuse_nested, stamp, up_to_date
+from espalier.tensor.dtensor import DTensor, is_sparse, left, redistribute, refuse_nested, stamp, up_to_date
 from espalier.tensor.loans import part_of
 from espalier.tensor.observers import claim
 from espalier.tensor.random import Key, bits, draw_key, integers, normal, uniform
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.pointwise import letters, nonlinear, operands_in
-from espalier.torch_private import raw, schema_of
+from espalier.texts import expect, whole
+from espalier.torch_private import OpOverload, raw, schema_of
 from espalier.trees import leaves, tensors_in, tree_map
 
 
@@ -58,14 +60,26 @@ def distribute_tensor(
         placements = [Replicate()] * mesh.ndim
     if isinstance(tensor, DTensor):
         return tensor.redistribute(mesh, placements, order=order)
+    _check_dense("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise ValueError(
             "distribute_tensor makes a new leaf, so that gradients would not reach what this tensor was "
             "computed from. Give a leaf (tensor.detach() is one); inside a computation use from_local."
         )
-    refuse_nested(tensor)
     layout = Layout(mesh, placements, tuple(tensor.shape), order=order)
     return lay_out(tensor, layout, source=src_data_rank)
+
+
+def _check_dense(what: str, tensor: Any) -> None:
+    """See that there is a tensor whose parts have shapes.
+
+    Raises:
+        TypeError, ValueError: there is none.
+    """
+    expect(f"{what}: the tensor", tensor, torch.Tensor, "a torch.Tensor (torch.as_tensor makes one)")
+    refuse_nested(tensor)
+    if is_sparse(tensor):
+        raise ValueError(f"{what}: a sparse tensor ({tensor.layout}) has no layout. Give tensor.to_dense().")
 
 
 def lay_out(tensor: torch.Tensor, layout: Layout, *, source: int | Sequence[int] | None = 0) -> DTensor:
@@ -95,6 +109,8 @@ def lay_out(tensor: torch.Tensor, layout: Layout, *, source: int | Sequence[int]
 
 def _coordinate(source: int | Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     coordinate = [source if n > 1 else 0 for n in mesh.shape] if isinstance(source, int) else list(source)
+    for at in coordinate:
+        whole("src_data_rank", at)
     if len(coordinate) != mesh.ndim or not all(
         0 <= at < n for at, n in zip(coordinate, mesh.shape, strict=True)
     ):
@@ -153,11 +169,11 @@ def from_local(
     placements = placements if placements is not None else [Replicate()] * mesh.ndim
     if isinstance(local, DTensor):
         raise TypeError("from_local expects this rank's plain part, got a DTensor already.")
-    refuse_nested(local)
+    _check_dense("from_local", local)
     if shape is None:
         grown = list(local.shape)
         for n, placement in zip(mesh.shape, placements, strict=False):
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard) and -len(grown) <= placement.dim < len(grown):
                 grown[placement.dim] *= n
         shape = grown
     layout = Layout(mesh, placements, shape, order=order)
@@ -265,7 +281,13 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[RuleFunction], Ru
     ``apply`` the rule then describes: forward and backward see local tensors.
     """
 
+    if not functions:
+        raise TypeError("register_rule() was given no function: write @register_rule(my_op).")
+    for function in functions:
+        expect("register_rule: the function", function, Callable, "a function, or a torch.autograd.Function")
+
     def register(rule: RuleFunction) -> RuleFunction:
+        expect("register_rule: the rule", rule, Callable, "a function that gives a Spec")
         for function in functions:
             if isinstance(function, type) and issubclass(function, torch.autograd.Function):
                 function = function.apply
@@ -283,19 +305,28 @@ Make = Callable[[Layout, torch.device], torch.Tensor]
 
 
 def _factory(
-    size: tuple[Any, ...],
+    given: tuple[Any, ...],
     make: Make,
+    /,
     *,
+    size: Any = (),
     device_mesh: MeshLike | None = None,
     placements: Sequence[Placement] | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     order: Sequence[int | str] | None = None,
+    **others: Any,
 ) -> DTensor:
+    if others:
+        raise TypeError(
+            f"New DTensors have no option {', '.join(others)}: expected dtype, device_mesh, placements, "
+            "order, requires_grad or layout. They lie on the mesh's device."
+        )
     if layout is not torch.strided:
         raise ValueError(f"layout={layout}: a DTensor is strided. (How it lies on the mesh: placements=.)")
     mesh = as_mesh(device_mesh)
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    sizes = given or (size,)
+    shape: Any = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Iterable) else sizes
     lay = Layout(mesh, placements or [Replicate()] * mesh.ndim, shape, order=order)
     return stamp(as_addend(make(lay, mesh.device()), lay).requires_grad_(requires_grad), lay)
 
@@ -315,6 +346,7 @@ def _like_torch(
     make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: torch.dtype | None, options: Any
 ) -> DTensor:
     """What a factory of torch's gives for this rank's part."""
+    expect("dtype", dtype, torch.dtype | None, "a torch.dtype")
     return _factory(size, lambda lay, device: make(lay.local_shape, dtype=dtype, device=device), **options)
 
 
@@ -407,9 +439,15 @@ def randint(
     """
     bounds = dict(zip(("high", "size") if len(args) < 3 else ("low", "high", "size"), args, strict=False))
     bounds |= {name: options.pop(name) for name in ("low", "high", "size") if name in options}
-    low, high = bounds.get("low", 0), bounds["high"]
+    if len(args) > 3 or not {"high", "size"} <= bounds.keys():
+        raise TypeError(f"randint([low,] high, size) was given {list(args)}.")
+    low, high = (whole("randint: a bound", n, -math.inf) for n in (bounds.get("low", 0), bounds["high"]))
     if low >= high:
         raise ValueError(f"randint: low must be less than high; got {low} and {high}.")
+    if high - low >= 1 << 63:
+        raise ValueError(
+            f"randint: from {low} to {high} are more numbers than 2^63, up to which can be drawn."
+        )
     make = _random(lambda lay, key, device: integers(lay, key, low, high, device).to(dtype), generator)
     return _factory((bounds["size"],), make, **options)
 
@@ -421,6 +459,8 @@ def randperm(
 
     Every rank makes all of it, and keeps its part.
     """
+
+    whole("randperm: n", n)
 
     def make(lay: Layout, key: Key, device: torch.device) -> torch.Tensor:
         order = bits(torch.arange(n, device=device), key).sort(stable=True).indices
@@ -586,6 +626,7 @@ def register_sharding(op: Any) -> Callable[[ShardingFunction], ShardingFunction]
     """
     ops = op if isinstance(op, list | tuple) else [op]
     for one in ops:
+        expect("register_sharding: op", one, OpOverload, "an overload, such as torch.ops.aten.add.Tensor")
         if schema_of(one).is_mutable:
             raise ValueError(f"register_sharding: {one} writes to its inputs; use espalier.register_rule.")
 

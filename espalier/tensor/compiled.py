@@ -46,6 +46,7 @@ from espalier.tensor.surroundings import (
     watched,
 )
 from espalier.tensor.ways import Ways
+from espalier.texts import expect
 from espalier.torch_private import (
     HOOKS,
     aot_eager,
@@ -125,6 +126,7 @@ def compile(  # torch's own name for it
             )  # fmt: skip
 
         return decorate
+    expect("espalier.compile: the model", model, Callable, "a module or a function")
     if dynamic:
         raise ValueError("espalier.compile: shapes are static; leave dynamic= out.")
     if disable:

@@ -38,7 +38,7 @@ from espalier.tensor.observers import (
     user_frame,
     watching,
 )
-from espalier.texts import in_columns
+from espalier.texts import expect, in_columns
 from espalier.torch_private import raw
 from espalier.trees import nodes_from, tensors_in
 
@@ -404,6 +404,7 @@ def visualize_sharding(dtensor: DTensor | Layout, header: str = "", use_rich: bo
         header: printed above.
         use_rich: in colour, one for each box, where the terminal has colours.
     """
+    expect("visualize_sharding: what is shown", dtensor, (DTensor, Layout), "a DTensor, or a Layout")
     layout = dtensor if isinstance(dtensor, Layout) else dtensor._layout
     if not layout.mesh.is_member or (layout.mesh.rank and not layout.mesh.is_dry):
         return

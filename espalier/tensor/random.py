@@ -155,6 +155,8 @@ def in_single(x: float) -> float:
 
 def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of uniform values in [0, 1), multiples of the dtype's resolution."""
+    if not dtype.is_floating_point:
+        return _complex(uniform, layout, key, dtype, device)
     digits = _DIGITS.get(dtype, 24)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     top = _right(bits(_unfollowed(element_index(layout, device)), key), 64 - digits)
@@ -163,11 +165,32 @@ def uniform(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) 
 
 def normal(layout: Layout, key: Key, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of standard normal values (Box and Muller, 1958)."""
+    if not dtype.is_floating_point:
+        return _complex(normal, layout, key, dtype, device).mul_(0.5**0.5)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     index = _unfollowed(element_index(layout, device))
     radius = uniform_open(bits(index.clone(), key), wide).log_().mul_(-2).sqrt_()
     angle = uniform_open(bits(index, key ^ 0x3C6EF372FE94F82B), wide).mul_(2 * math.pi)
     return radius.mul_(angle.cos_()).to(dtype)
+
+
+def _complex(
+    part: Callable[[Layout, Key, torch.dtype, torch.device], torch.Tensor],
+    layout: Layout,
+    key: Key,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Complex values of two real parts that are drawn apart.
+
+    Raises:
+        TypeError: whole numbers are asked for.
+    """
+    if not dtype.is_complex:
+        raise TypeError(f"Random values of {dtype}: expected a floating-point or complex dtype, or randint.")
+    real = dtype.to_real()
+    keys = key, key ^ 0x1B873593CC9E2D51
+    return torch.complex(*(part(layout, each, real, device) for each in keys))
 
 
 def _unfollowed(index: torch.Tensor) -> torch.Tensor:
@@ -178,7 +201,8 @@ def _unfollowed(index: torch.Tensor) -> torch.Tensor:
 def integers(layout: Layout, key: Key, low: int, high: int, device: torch.device) -> torch.Tensor:
     """This rank's part of whole numbers in [low, high), as int64."""
     raw = bits(element_index(layout, device), key)
-    return raw.bitwise_and_((1 << 62) - 1).remainder_(high - low).add_(low)
+    kept = 62 if high - low <= 1 << 62 else 63
+    return raw.bitwise_and_((1 << kept) - 1).remainder_(high - low).add_(low)
 
 
 def uniform_open(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

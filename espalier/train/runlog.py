@@ -30,6 +30,7 @@ import torch
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.files import write_file
 from espalier.mesh import Mesh
+from espalier.texts import shown, whole
 from espalier.train.facts import facts_of, held_by_kind, timeline_of
 from espalier.train.metrics import Log, Record, peak_memory
 from espalier.train.page import write_page
@@ -37,6 +38,7 @@ from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
 _HEAD = ("run", "name", "status", "began", "updated")  # what ``run.json`` has beside the facts
+_ENDS = ("finished", "left", "failed")
 _LOOK = 1.0  # ...and between two looks at whose the folder is
 
 
@@ -94,13 +96,29 @@ class RunLog:
         callbacks: Sequence[Callback] = (),
         after: int = 0,
     ) -> None:
+        if not hasattr(engine, "ledger") or not hasattr(engine, "mesh"):
+            found = (
+                "it is that model's .engine" if hasattr(engine, "engine") else "espalier.initialize gives one"
+            )
+            raise TypeError(
+                f"RunLog(folder, engine): the engine is {shown(engine)}, expected an Engine: {found}."
+            )
+        whole("RunLog: every", every, 1)
+        whole("RunLog: after", after)
+        for what, count in (("steps", steps), ("tokens", tokens), ("flops", flops)):
+            if count is not None:
+                whole(f"RunLog: {what}", count)
         self.folder, self.engine = Path(folder), engine
         self.name, self.first = name or self.folder.resolve().name, engine.mesh.rank == 0
         self.tokens, self.every = tokens, every
         self._known: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
         self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]
-        self._log = Log(self.folder, self.first, after)
+        try:
+            self._log = Log(self.folder, self.first, after)
+        except OSError as error:
+            said = f"{self.folder} cannot be a run's folder: {error.strerror}. Name another."
+            raise RunUnwritten(said) from error
         # those that were known, until a step tells anew: none may be left to do
         known = _head(self.folder) if self.first and after else {}
         self.facts: dict[str, Any] = {key: fact for key, fact in known.items() if key not in _HEAD}
@@ -233,6 +251,8 @@ class RunLog:
             status: ``"finished"``, ``"left"`` or ``"failed"``.
             more: further facts, for ``run.json``.
         """
+        if status not in _ENDS:
+            raise ValueError(f"RunLog.close: status is {shown(status)}, expected one of {', '.join(_ENDS)}.")
         self.facts.update(more)
         self._end(status)
         self._show(True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from espalier.texts import did_you_mean
+from espalier.texts import did_you_mean, expect
 from espalier.train.metrics import Record
 
 # ---- who is told how a run goes
@@ -83,6 +83,7 @@ def trackers(track: str | Iterable[str]) -> list[Callback]:
     Raises:
         ValueError: there is none of that name, or its package is missing.
     """
+    expect("track", track, Iterable, f"one of {', '.join(TRACKERS)}, or several of these")
     words = [track] if isinstance(track, str) else list(track)
     callbacks: list[Callback] = []
     for word in words:

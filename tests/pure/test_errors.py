@@ -80,7 +80,7 @@ def test_a_start_and_a_loss_of_another_kind_are_told_in_words() -> None:
     engine = espalier.initialize(net, sgd, plan)
     with pytest.raises(TypeError) as caught:
         engine((x, y))
-    assert "wants initialize(..., loss_fn=...)" in caught.value.__notes__[0]
+    assert "wants loss_fn= beside it" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match=r"shape \[4, 2\], expected one number(.|\n)*engine.outputs"):
         engine(x)
     loss = engine.outputs(x).mean()

@@ -38,7 +38,7 @@ from espalier.tensor import DTensor, full_tensor, redistribute
 from espalier.tensor.dtensor import become_parameter
 from espalier.tensor.modules import distribute_module, lay_out_parameter
 from espalier.tensor.observers import tell
-from espalier.texts import few, listed
+from espalier.texts import expect, few, listed
 from espalier.torch_private import forward_hooks
 
 Table = Mapping[str, str]
@@ -451,6 +451,10 @@ class _Cut(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
+        for what, given in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
+            expect(
+                f"{type(self).__name__}: {what}", given, Placement | None, "Shard(dim), Replicate() or None"
+            )
         self.input_layouts = (input_layouts or self._default_input,)
         self.output_layouts = (output_layouts or self._default_output,)
         self.desired_input_layouts: Placements = (self._default_input,)
