@@ -157,9 +157,7 @@ def judge(heard: Mapping[int, Heard], faults: Faults) -> Verdict | None:
     gone = sorted(rank for rank in ended if rank in signs and heard[rank].runs)
     if gone:
         delay = max(heard[rank].silent for rank in gone)
-        return _verdict(
-            heard, gone, lambda s: "is gone: its process has ended without a word; last heard of", delay
-        )
+        return _verdict(heard, gone, lambda s: "is gone: its process has ended without a word.", delay)
     silent = [
         r for r, of in heard.items() if of.sign and of.runs and of.silent > faults.limit and not of.vouched
     ]

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -60,6 +61,7 @@ class Watchdog:
         step: of training; ``action``: of a schedule, ``""`` without one. Both are only written to here; the
             threads of the watch read them.
         running: whether there is anybody to watch.
+        farewells: what is told of a verdict before this rank is ended by it, ``farewell(ranks, text)``.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -80,6 +82,7 @@ class Watchdog:
         self._end, self._message, self._at = "", "", 0.0
         self._patient = 0
         self._verdict: Verdict | None = None
+        self.farewells: weakref.WeakSet[Any] = weakref.WeakSet()
         self._world: Any = None
         self._wish = self._voted = False
         self._urgent = threading.Event()
@@ -240,6 +243,13 @@ class Watchdog:
         verdict = self._verdict
         return verdict is not None and (self._end == "consequence" or self.rank not in verdict.ranks)
 
+    def verdict_on(self, error: BaseException) -> Verdict | None:
+        """Why a connection broke, for which it waits; None: an error says no more than it does."""
+        if not self.running or not is_consequence("".join(traceback.format_exception_only(error))):
+            return None
+        self.leaving(error)
+        return self._verdict
+
     def _exiting(self) -> None:
         """The last of the process: its code says how it ended, and a SIGTERM would hide it."""
         self.leaving(None)
@@ -298,7 +308,7 @@ class Watchdog:
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered for "
             f"{now - self._answered:.1f} s: {cause}. {self._lost}"
         )
-        verdict = Verdict((), text.strip(), now - self._answered)
+        verdict = Verdict((0,) if gone else (), text.strip(), now - self._answered)
         if self._folder is not None or all(rank > self.rank or (gone and not rank) for rank in self._near):
             self._publish(verdict)
         return verdict
@@ -319,6 +329,9 @@ class Watchdog:
         until = time.monotonic() + _LAST
         while time.monotonic() < until and any(computed_by(pid) is not None for pid in culprits):
             time.sleep(0.02)
+        for told in list(self.farewells):
+            with contextlib.suppress(Exception):
+                told.farewell(verdict.ranks, verdict.text)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()

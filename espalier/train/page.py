@@ -45,8 +45,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     facts = folder / "run.json"
     run = json.loads(facts.read_text("utf-8")) if facts.is_file() else {}
     run.setdefault("name", folder.resolve().name)
-    records = list(_lines(folder / "metrics.jsonl"))
-    events = list(_lines(folder / "events.jsonl"))
+    records = list(lines_of(folder / "metrics.jsonl"))
+    events = list(lines_of(folder / "events.jsonl"))
     sample = folder / "sample.txt"
     if sample.is_file() and records:
         events.append({"kind": "sample", "text": sample.read_text("utf-8"), "step": records[-1]["step"]})
@@ -61,7 +61,7 @@ def read_runs(*folders: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file; a line that is not whole yet is left out."""
     if not path.is_file():
         return

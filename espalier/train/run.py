@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from espalier.train.corpus import prepare
 from espalier.train.data import check_data, training_batches
 from espalier.train.job import Job
 from espalier.train.metrics import Display, Lines, Progress
-from espalier.train.runlog import note
+from espalier.train.runlog import tell_of_end
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 from espalier.train.verify import verify
 
@@ -160,12 +161,24 @@ def _launch(
         shutil.rmtree(job.out / PRINTED, ignore_errors=True)
     before: tuple[int | None, Path | None] | None = None
     left = job.elastic.restarts if action == "train" else 0
+    began = time.time()
     while True:
         try:
             return _attempt(action, job, plan.world_size, port, hosts, debug, options)
         except LaunchError as error:
-            if not left or error.rank is None:
+            if action != "train" or error.rank is None:
                 raise
+            if not left:
+                newest = RunCheckpoints.newest(job)
+                go_on = f"\nIts newest checkpoint is {newest}: go on with --resume." if newest else ""
+                if (
+                    error.exit_code == -signal.SIGKILL
+                    or "allocate" in str(error)
+                    or "OutOfMemory" in str(error)
+                ):
+                    go_on += f"\n{_MEMORY}"
+                tell_of_end(job.out, "failed", f"{error}{go_on}", began)
+                raise LaunchError(f"{error}{go_on}", error.rank, error.exit_code, error.folder) from None
             left -= 1
             now = error.rank, RunCheckpoints.newest(job)
             # it dies again before anything new was saved
@@ -178,7 +191,7 @@ def _launch(
                 f"{error}\nStarting again on {plan.world_size} rank{'s' * (plan.world_size > 1)}, "
                 f"{'from ' + now[1].name if now[1] else 'from the beginning'}; {left} more times if need be."
             )
-            note(job.out, "restart", words)
+            tell_of_end(job.out, "restart", words, began)
             report(words)
 
 
@@ -219,6 +232,12 @@ def _attempt(
 def _result(folder: Path) -> Any:
     path = folder / "result"
     return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+_MEMORY = (
+    "If memory ran out: `espalier dry` tells what a rank of the job needs; it needs less with a larger "
+    'plan.accumulate, plan.zero = 3, plan.recompute = "full" or plan.precision = "bfloat16".'
+)
 
 
 class _Told(BaseException):

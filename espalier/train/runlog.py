@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,10 +30,11 @@ import torch
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.files import write_file
 from espalier.mesh import Mesh
+from espalier.mesh.process import is_consequence
 from espalier.texts import shown, whole
 from espalier.train.facts import facts_of, held_by_kind, timeline_of
 from espalier.train.metrics import Log, Record, peak_memory
-from espalier.train.page import write_page
+from espalier.train.page import lines_of, write_page
 from espalier.train.trackers import Callback, Event, trackers
 
 _EVERY = 15.0  # seconds between two pages
@@ -114,6 +115,7 @@ class RunLog:
         self._known: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
         self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]
+        engine.pulse.farewells.add(self)
         try:
             self._log = Log(self.folder, self.first, after)
         except OSError as error:
@@ -123,10 +125,11 @@ class RunLog:
         known = _head(self.folder) if self.first and after else {}
         self.facts: dict[str, Any] = {key: fact for key, fact in known.items() if key not in _HEAD}
         self._status, self._written, self._page, self._elapsed = "running", 0, 0.0, 0.0
-        self._began, self._looked = _now(), -_LOOK
+        self._began, self._looked = str(known.get("began", _now())), -_LOOK
         self._own = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
         if self.first and not after:
-            (self.folder / "events.jsonl").unlink(missing_ok=True)
+            for name in ("events.jsonl", "run.json"):
+                (self.folder / name).unlink(missing_ok=True)
         for callback in self._callbacks:
             callback.begin(self)
 
@@ -297,11 +300,26 @@ class RunLog:
         if self._status != "running":
             return
         status = "left" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+        verdict = self.engine.pulse.verdict_on(error)
+        if verdict is not None and not self.first:
+            self.farewell(verdict.ranks, verdict.text)
         with contextlib.suppress(OSError, RunUnwritten):  # the error is to be told, not one more
             if self.first:
-                said = str(error).strip() or type(error).__name__
-                append(self.folder, Event(status, said, self.engine.steps, _now()))
+                said = str(error).strip() if verdict is None else verdict.text
+                append(self.folder, Event(status, said or type(error).__name__, self.engine.steps, _now()))
             self.close(status)
+
+    def farewell(self, gone: Collection[int], text: str) -> None:
+        """Tell that the run failed, if no rank before this one is there to do so.
+
+        Args:
+            gone: ranks of the world that cannot.
+        """
+        mesh = self.engine.mesh
+        if self._status == "running" and [r for r in mesh.ranks if r not in gone][:1] == [mesh.world_rank]:
+            self._status = "failed"
+            with contextlib.suppress(OSError):
+                tell_of_end(self.folder, "failed", text)
 
     def _is_time(self, now: bool) -> bool:
         return now or time.monotonic() - self._page > _EVERY or self._written < 3
@@ -347,9 +365,32 @@ def append(folder: Path, event: Event) -> None:
         file.write(json.dumps(asdict(event)) + "\n")
 
 
-def note(folder: Path, kind: str, text: str, step: int = 0) -> None:
-    """Add an event, from outside of the run's ranks."""
-    append(folder, Event(kind, text, step, _now()))
+def tell_of_end(folder: Path, kind: str, text: str, since: float = 0.0) -> None:
+    """Add why ranks have ended, in place of what those said that lost their connections by it.
+
+    Args:
+        kind: ``"failed"``, which the run is from now on, or ``"restart"``.
+        text: why.
+        since: (as ``time.time()`` counts) nothing is said of a run that was written to before it alone.
+    """
+    written = [
+        path.stat().st_mtime for name in ("run.json", "metrics.jsonl") if (path := folder / name).is_file()
+    ]
+    if max(written, default=-1.0) < since:
+        return
+    head, events = {"name": folder.resolve().name, **_head(folder)}, list(lines_of(folder / "events.jsonl"))
+    step = max((int(x["step"]) for x in lines_of(folder / "metrics.jsonl")), default=0)
+    if events and events[-1]["kind"] == "failed":
+        last = events.pop()
+        if not is_consequence(last["text"]) and last["text"] not in text:
+            return  # it has said it itself
+        step = last["step"]
+    events.append(asdict(Event(kind, text, step, _now())))
+    write_file(folder / "events.jsonl", "".join(json.dumps(x) + "\n" for x in events).encode(), last=False)
+    if kind == "failed":
+        text = json.dumps({**head, "status": kind, "updated": _now()}, default=str)
+        write_file(folder / "run.json", text.encode(), last=False)
+    write_page(folder)
 
 
 def gather_memory(mesh: Mesh) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from espalier.train.facts import published
 from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
 from espalier.train.page import PAGE, compared, page, read_run, read_runs, to_toml, write_page
-from espalier.train.runlog import RunLog, note
+from espalier.train.runlog import RunLog, append
 from espalier.train.trackers import TRACKERS, Event
 from espalier.train.watch import Server
 from tests.pure.browsing import all_of, opened, violations
@@ -70,7 +70,7 @@ def write_run(folder: Path, *, name: str = "mine", lr: float = 1e-3) -> Path:
         "timeline": {"schedule": "1f1b", "bubble": 0.25, "measured": [row, row], "predicted": [row, row]},
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
-    note(folder, "spike", "step 12 is left out: the loss leapt", 12)
+    append(folder, Event("spike", "step 12 is left out: the loss leapt", 12, "2026-01-01T00:00:00+00:00"))
     (folder / "sample.txt").write_text(HOSTILE)
     return folder
 
@@ -137,9 +137,12 @@ def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path
     assert violations(browser) == []
     (run := json.loads((other / "run.json").read_text()))["status"] = "failed"
     (other / "run.json").write_text(json.dumps(run))
-    note(other, "failed", "the loss is nan", 40)
+    said = "the loss is nan\nThe last it wrote to standard error:\n    last words"
+    append(other, Event("failed", said, 4000, "2026-01-01T00:00:00+00:00"))
     opened(browser, write_page(other))
-    assert "the loss is nan" in all_of(browser, "header")[0].text
+    header = all_of(browser, "header")[0].text
+    assert "the loss is nan" in header and "failed, step 4,000 of" in header and "last words" not in header
+    assert "last words" in all_of(browser, "#events")[0].text
     records = [Record(step, 2e16 / step, 1.0, 1e-3, 900.0, 1.5 * step, (1,)) for step in (1, 2)]
     (other / "metrics.jsonl").write_text("".join(json.dumps(x.__dict__) + "\n" for x in records))
     opened(browser, write_page(other))

@@ -110,18 +110,19 @@ def train(kind: str, bad: bool, place: Path) -> None:
     if kind == "leave":
         leave_when_asked(engine, batch, bad, place)
         return
-    for step in range(1, 6):
-        if step == AT and bad:
-            print("these are its last words", file=sys.stderr, flush=True)
-            time.sleep(1)  # words go out with the next sign of life
-            (place / "deed").write_text(str(time.time()))
-            if misbehave(kind, engine):
-                continue
-        if kind == "save" and step >= AT - 1:  # the last of two waits for the first, and for the dead
-            engine.save(place / "checkpoints", asynchronous=True, keep=1)
-            while newest(place / "checkpoints") is None:
-                time.sleep(0.01)
-        engine.train_step(batch)
+    with espalier.RunLog(place / "run", engine):
+        for step in range(1, 6):
+            if step == AT and bad:
+                print("these are its last words", file=sys.stderr, flush=True)
+                time.sleep(1)  # words go out with the next sign of life
+                (place / "deed").write_text(str(time.time()))
+                if misbehave(kind, engine):
+                    continue
+            if kind == "save" and step >= AT - 1:  # the last of two waits for the first, and for the dead
+                engine.save(place / "checkpoints", asynchronous=True, keep=1)
+                while newest(place / "checkpoints") is None:
+                    time.sleep(0.01)
+            engine.train_step(batch)
     if kind == "end":  # the others wait for each other, and give up their world
         (place / "deed").write_text(str(time.time()))
         if bad:

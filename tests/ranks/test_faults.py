@@ -47,6 +47,13 @@ class End:
             for report in re.findall(r"espalier: .*?are stopped\.", error, re.S)
         ]
 
+    @property
+    def run(self) -> tuple[str, bool]:
+        """What the run's folder says of its end, and whether that is the report."""
+        (event,) = map(json.loads, (self.place / "run/events.jsonl").read_text().splitlines())
+        told = f"espalier: {event['text']}" in self.reports[0]
+        return json.loads((self.place / "run/run.json").read_text())["status"], told
+
 
 def die(folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ESPALIER_FAULTS"}
@@ -101,6 +108,12 @@ def test_all_stop_with_one_report_that_names_the_rank(ended, world):
     for rank, code in end.codes.items():
         if rank != int(who):
             assert code == 76, end.codes
+    assert end.run == ("failed", True)
+
+
+def test_a_run_without_a_first_rank_is_told_of_by_the_next(ended):
+    """Its page said "running" for ever, and lacked the report, as it did where a rank hung."""
+    assert ended["kill:4:0"].run == ended["host:3:0"].run == ("failed", True)
 
 
 def test_a_killed_rank_is_gone_and_the_others_say_where_they_are(ended):

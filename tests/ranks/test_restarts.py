@@ -29,8 +29,8 @@ from espalier.mesh.launch import LaunchError
 from espalier.train import runlog, trainer
 from espalier.train.job import Job, JobError
 from espalier.train.run import PREEMPTED, fitted, main, run
-from espalier.train.runlog import RunLog
-from espalier.train.trackers import Callback
+from espalier.train.runlog import RunLog, append
+from espalier.train.trackers import Callback, Event
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 
 STEPS = 160  # so many that a signal is heard in mid-run
@@ -138,6 +138,12 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint_and_left_out_th
     assert "Starting again on 2 ranks, from step-00000" in said[0]
     assert "rank 1 of 2 failed: killed by SIGKILL" in said[1]
     assert "Starting again on 1 rank, from step-00000" in said[1]
+    told = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    restarts = [event for event in told if event["kind"] == "restart"]
+    assert [event["text"] for event in restarts] == said and all(event["step"] for event in restarts)
+    assert "failed" not in {
+        event["kind"] for event in told
+    }  # what a lost connection said stands in a restart
     torch.testing.assert_close(losses(tmp_path), alone, rtol=0, atol=1e-9)
 
 
@@ -201,6 +207,27 @@ def test_after_two_deaths_of_one_rank_with_nothing_saved_between_it_goes_on_with
     deaths = iter([(0, 10)] * 10)
     with pytest.raises(LaunchError, match="rank 0 died"):
         run("train", asked, report=said.append)
+
+
+def test_what_there_is_to_go_on_from_is_said_where_nobody_starts_again(tmp_path, monkeypatch):
+    asked = job(tmp_path, plan_data=4)
+
+    def attempt(*given: Any) -> str:
+        asked.out.mkdir()
+        (asked.out / "metrics.jsonl").write_text('{"step": 7}\n')
+        lost = "Connection closed by peer: rank 1 has ended, or left the process group"
+        append(asked.out, Event("failed", lost, 9, ""))
+        raise LaunchError("rank 1 died", 1, -9)
+
+    monkeypatch.setattr("espalier.train.run._attempt", attempt)
+    monkeypatch.setattr(RunCheckpoints, "newest", staticmethod(lambda job: Path("step-5")))
+    with pytest.raises(
+        LaunchError, match="rank 1 died\nIts newest checkpoint is step-5: go on with --resume.\nIf memory"
+    ):
+        run("train", asked)
+    (event,) = map(json.loads, (asked.out / "events.jsonl").read_text().splitlines())
+    assert event["kind"] == "failed" and event["step"] == 9 and event["text"].startswith("rank 1 died")
+    assert json.loads((asked.out / "run.json").read_text())["status"] == "failed"
 
 
 class Poisoned:

@@ -285,7 +285,11 @@
     const now = last(run);
     const words = { running: live && !lost ? "training" : "training when this was written", finished: "finished", failed: "failed", left: "stopped" };
     const text = lost ? "the server is gone; what follows is the last it said" : words[run.status] || "of an earlier version";
-    return h("p", { class: `status ${run.status || "left"}`, role: "status" }, text + (now && run.steps ? `, step ${grouped(now.step)} of ${grouped(run.steps)}` : ""));
+    const step = Math.max(now ? now.step : 0, ...run.events.filter(e => e.kind === "failed").slice(-1).map(e => e.step));
+    return h("p", { class: `status ${run.status || "left"}`, role: "status" }, text + (now && run.steps ? `, step ${grouped(run.status === "failed" ? step : now.step)} of ${grouped(run.steps)}` : ""));
+  }
+  function shortly(text) { // without what was written to standard error, which stands further down
+    return text.split("\n").filter(line => !/^(    |The last it wrote|It wrote nothing)/.test(line)).join("\n");
   }
   function head() {
     const node = document.getElementById("head"), run = runs[0], now = last(run);
@@ -299,7 +303,7 @@
     const share = now && run.steps ? Math.min(100, now.step / run.steps * 100) : 100;
     const end = run.status === "failed" ? run.events.filter(e => e.kind === "failed").pop() : null;
     node.replaceChildren(h("p", { class: "brand" }, "espalier"), h("div", { class: "top" }, h("h1", {}, run.name), statusOf(run)),
-      h("p", { class: "what" }, what.join(" · ")), ...(end ? [h("p", { class: "why" }, end.text)] : []),
+      h("p", { class: "what" }, what.join(" · ")), ...(end ? [h("p", { class: "why" }, shortly(end.text))] : []),
       h("div", { class: "progress", role: "progressbar", "aria-label": "steps done", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share) },
         h("div", { style: `width: ${share}%` })), tools);
     if (live && now) document.title = `${Math.round(share)}% · ${run.name} · espalier`;
