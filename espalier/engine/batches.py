@@ -13,6 +13,7 @@ import torch
 from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import overlaps, send_rows
 from espalier.device import moved
+from espalier.engine.given import rows_in
 from espalier.engine.lengths import all_alike, refuse_unlike_batches
 from espalier.engine.row_lists import closed, lists_in, on_lists, opened, part_of, with_all_lists
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
@@ -92,6 +93,7 @@ class Batches:
         Args:
             lengths: of the sequences of the batch, where these rows are a part of it.
         """
+        rows_in(size, 1)
         lengths = self._lengths(rows) if lengths is None else lengths
         among = self.readers
         if size < among:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from espalier.engine.checkpointing import (
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
 from espalier.engine.full_model import full_copy
+from espalier.engine.given import Rows, check_export, check_prompt, check_rows, name_own, rows_in
 from espalier.engine.loader import Loader, Orders
 from espalier.engine.loads import Loads
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
@@ -83,22 +84,7 @@ from espalier.tensor.meshes import lie_in_each_stage
 from espalier.tensor.observers import tell
 from espalier.tensor.told import as_addends
 from espalier.tensor.uncompiled import follow_compiler
-from espalier.texts import expect, shown, whole
 from espalier.torch_private import parametrized_values
-
-Rows = Literal["all", "whole", "own"]
-_ROWS = get_args(Rows)
-
-
-def check_rows(rows: Any) -> Rows:
-    """What a call of a model is given and gives.
-
-    Raises:
-        ValueError: it is no such word.
-    """
-    if rows not in _ROWS:
-        raise ValueError(f"rows is {shown(rows)}, expected one of {', '.join(map(repr, _ROWS))}.")
-    return cast(Rows, rows)
 
 
 class Engine(Surface):
@@ -339,12 +325,11 @@ class Engine(Surface):
 
     def batch_rows(self, size: int) -> slice:
         """The rows of a global batch of ``size`` that this rank computes (and needs to load)."""
-        return self._call.batches.rows(whole("engine.batch_rows: the rows of a global batch", size))
+        return self._call.batches.rows(rows_in(size))
 
     def micro_batches(self, size: int) -> list[tuple[slice, int]]:
         """For each micro-batch of a global batch of ``size`` rows: those this rank computes, and its size."""
-        size = whole("engine.micro_batches: the rows of a global batch", size)
-        rows = [(start, n, self._call.batches.rows(n)) for start, n in self._call.batches.cuts(size)]
+        rows = [(start, n, self._call.batches.rows(n)) for start, n in self._call.batches.cuts(rows_in(size))]
         return [(slice(start + own.start, start + own.stop), n) for start, n, own in rows]
 
     def cut(self, batch: Any) -> list[Any]:
@@ -373,10 +358,7 @@ class Engine(Surface):
                 together.
         """
         batches = self._call.batches
-        if size is None:
-            batch = batches.gathered(rows)
-        else:
-            batch = batches.local(rows, whole("engine.local_batch: the rows of the global batch", size, 1))
+        batch = batches.gathered(rows) if size is None else batches.local(rows, size)
         if self.plan.pipe > 1:
             lie_in_each_stage(batch, self.mesh)
         return batch
@@ -525,8 +507,7 @@ class Engine(Surface):
 
         ``options``: see :func:`espalier.models.generate`.
         """
-        expect("engine.generate: ids", ids, torch.Tensor, "a tensor of whole numbers [batch, sequence]")
-        whole("engine.generate: max_new_tokens", max_new_tokens)
+        check_prompt(ids, max_new_tokens)
         self.lay_out(self._call.alone({"input_ids": ids}))
         # a context axis cuts sequences, and stages may cut the modules that keep them
         may_keep = self.plan.context == 1 and self.passes.calls_whole(keepers(self.module))
@@ -930,8 +911,7 @@ class Engine(Surface):
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The plain whole value of one parameter on every rank, of its float32 master if it has one (a
         collective)."""
-        self._check_own([parameter])
-        name = next(name for name, p in named_parameters_in(self.module) if p is parameter)
+        (name,) = name_own(self.module, {parameter: None})
         with torch.no_grad(), self._precise():
             return self.passes.everywhere(name, parameter)
 
@@ -940,7 +920,6 @@ class Engine(Surface):
 
         Nothing is sent.
         """
-        self._check_own([parameter])
         with torch.no_grad(), self._precise():
             return held(parameter)
 
@@ -951,24 +930,9 @@ class Engine(Surface):
 
     def set_parameters(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """:meth:`set_parameter`, of several."""
-        expect("engine.set_parameters", values, Mapping, "a dict of parameters to tensors")
-        self._check_own(values)
+        name_own(self.module, values)
         self.wait_staged()
         set_parameters(self._state, self._to_fill(), values)
-
-    def _check_own(self, given: Iterable[Any]) -> None:
-        """See that parameters are the model's.
-
-        Raises:
-            ValueError: one is not.
-        """
-        own = {*map(id, parameters_in(self.module))}
-        strange = [x for x in given if id(x) not in own]
-        if strange:
-            raise ValueError(
-                f"{type(self.module).__name__} has no parameter that is the one given "
-                f"({shown(strange[0])}): expected one of engine.parameters(), the object itself."
-            )
 
     def held_masters(self) -> dict[int, torch.Tensor]:
         """The float32 masters on this rank by the ``id`` of their parameters, as DTensors. Nothing is sent.
@@ -1043,11 +1007,7 @@ class Engine(Surface):
         Raises:
             ValueError: it cannot be written.
         """
-        expect("engine.export: dtype", dtype, torch.dtype | None, "a torch.dtype, or None")
-        if not shard_gigabytes > 0:
-            raise ValueError(
-                f"engine.export: shard_gigabytes is {shard_gigabytes}, expected a number above 0."
-            )
+        check_export(dtype, shard_gigabytes)
         self.wait_staged()
         form = WeightsFormat(format, dtype, int(shard_gigabytes * 1e9), metadata)
         export(self.module, self._laid_out(), self.passes, path, form)

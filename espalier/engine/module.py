@@ -17,10 +17,11 @@ from torch.utils.data.distributed import DistributedSampler
 from espalier.blocks import parameters_in
 from espalier.comm.control import gather_objects
 from espalier.engine.by_model import add_notes, with_notes_of
-from espalier.engine.engine import Engine, Rows, check_rows
+from espalier.engine.engine import Engine
+from espalier.engine.given import Rows, check_kinds, check_rows
 from espalier.engine.loader import Orders
 from espalier.engine.seen import give_back, held_gradients
-from espalier.engine.start import check_kinds, initialize
+from espalier.engine.start import initialize
 from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders, inner_of

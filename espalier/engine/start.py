@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from espalier.device import is_accelerator, use
 from espalier.engine.accumulation import Count
 from espalier.engine.compiling import compilable
 from espalier.engine.engine import Engine
+from espalier.engine.given import check_kinds, check_options
 from espalier.engine.norm import Guard
 from espalier.engine.passes import LossFunction
 from espalier.engine.recompute import Policy
@@ -32,7 +32,7 @@ from espalier.tensor.compiled import Backend
 from espalier.tensor.copies import run_as_written
 from espalier.tensor.modules import see_all_rows
 from espalier.tensor.observers import tell
-from espalier.texts import expect, few, shown
+from espalier.texts import few
 
 
 def initialize(
@@ -87,7 +87,7 @@ def initialize(
         ValueError: mesh and plan differ, no parameter of the optimizer is the model's, ...
     """
     plan = _plan(model, plan)
-    _check_options(loss_fn, layouts, branches, count, recompute_policy, faults, spikes, compile)
+    check_options(loss_fn, layouts, branches, count, recompute_policy, faults, spikes, compile)
     if mesh is None:
         _stay_on_device(model)
     whole_mesh = as_mesh(mesh) if mesh is not None else Mesh.from_env(plan.axes)
@@ -98,8 +98,7 @@ def initialize(
             "or leave mesh= out."
         )
     on = on.telling(**plan.words)
-    for refuse in (_refuse_lazy, _refuse_scripted, refuse_shared):
-        refuse(model)
+    _see_trainable(model)
     if optimizer is not None:
         optimizer = as_one(optimizer)
         check_optimizer(optimizer, model, plan)
@@ -116,72 +115,6 @@ def initialize(
         engine.pulse.step = 1
     engine.lay_out(None if example is None else engine.cut(example)[0])
     return engine
-
-
-def check_kinds(model: Any, plan: Any) -> None:
-    """See that the first arguments are what they should be.
-
-    Raises:
-        TypeError: they are not; they may have been swapped.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"initialize(model, optimizer, plan): the model is {shown(model)}, expected a torch.nn.Module."
-        )
-    if (what := _by_torch(model)) is not None:
-        raise ValueError(
-            f"initialize(model, optimizer, plan): {what} has laid the model out already. Give the plain "
-            "model: what it does is Plan(zero=3), or tensor=...; or import it from espalier.compat.torch, "
-            "which makes an engine of it (docs/torch-wrappers.md)."
-        )
-    if plan is not None and not isinstance(plan, Plan | Mapping):
-        raise TypeError(
-            f"initialize(model, optimizer, plan): the plan is {shown(plan)}, expected a Plan or a dict of "
-            'its arguments, such as espalier.Plan(data=4) or {"data": 2, "tensor": 2, "zero": 1}.'
-        )
-
-
-def _by_torch(model: nn.Module) -> str | None:
-    """What of torch has cut a model's parameters, if anything has."""
-    fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-        return "torch's FullyShardedDataParallel"
-    if tensors is not None and any(issubclass(type(p), tensors.DTensor) for p in parameters_in(model)):
-        return "torch's fully_shard, parallelize_module or distribute_tensor"
-    return None
-
-
-def _check_options(
-    loss_fn: Any,
-    layouts: Any,
-    branches: Any,
-    count: Any,
-    recompute_policy: Any,
-    faults: Any,
-    spikes: Any,
-    compile: Any,
-) -> None:
-    """See that each is what it should be.
-
-    Raises:
-        TypeError: it is not.
-    """
-    for what, given, kinds, expected in (
-        ("loss_fn", loss_fn, Callable, "a function, such as torch.nn.functional.mse_loss"),
-        ("layouts", layouts, Mapping, "a dict, such as {'*.up': 'column', '*.down': 'row'}"),
-        ("branches", branches, Mapping, "a dict, such as {'*.attention': 0, '*.mlp': 1}"),
-        ("recompute_policy", recompute_policy, Callable, "policy(context, op, *args, **kwargs)"),
-        ("faults", faults, Faults, "an espalier.Faults (Faults(watch=False) for no watch)"),
-        ("spikes", spikes, Spikes, "an espalier.Spikes, such as Spikes(on_nan='skip')"),
-        ("compile", compile, (bool, str, Callable), "True, False, or a backend"),
-    ):
-        if given is not None:
-            expect(f"initialize: {what}", given, kinds, expected)
-    if isinstance(loss_fn, type):
-        expected = f"a function, or a criterion that is made: {loss_fn.__name__}()"
-        raise TypeError(f"initialize: loss_fn is the class {loss_fn.__name__}, expected {expected}.")
-    if count is not None and count != "sum":
-        expect("initialize: count", count, Callable, "a function of a micro-batch, or 'sum'")
 
 
 def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None) -> Plan:
@@ -201,6 +134,16 @@ def _stay_on_device(model: nn.Module) -> None:
     there = next((p.device for p in parameters_in(model) if is_accelerator(p.device)), None)
     if alone and there is not None:
         use(there)
+
+
+def _see_trainable(model: nn.Module) -> None:
+    """See that a model's parameters can be laid out.
+
+    Raises:
+        ValueError: some cannot.
+    """
+    for refuse in (_refuse_lazy, _refuse_scripted, refuse_shared):
+        refuse(model)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -145,7 +145,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: espalier.prepare(torch.optim.SGD(net().parameters())), "the model is of type SGD"),  # type: ignore[arg-type]
     (lambda: espalier.prepare(net(), rows="mine"), "rows is 'mine', expected one of 'all', 'whole', 'own'"),  # type: ignore[arg-type]
     (of(lambda engine: engine.outputs(T, rows="mine")), "rows is 'mine', expected one of"),
-    (of(lambda engine: engine.batch_rows(2.5)), "is 2.5, expected a whole number"),
+    (of(lambda engine: engine.batch_rows(2.5)), "batch is 2.5, expected a whole number"),
     (of(lambda engine: engine.evaluate(None)), "is None, expected a batch, or several as a list"),
     (of(lambda engine: engine.generate(T, -1)), "max_new_tokens is -1, expected 0 or more"),
     (of(lambda engine: engine.full_parameter("0.weight")), "expected one of engine.parameters"),
