@@ -79,7 +79,9 @@ weight.redistribute(placment=[Shard(0)])  # type: ignore[call-arg]
 report = espalier.dry_run(model, Plan(data=64), (x, x), optimizer=optimizer)
 assert_type(report, espalier.DryReport)
 print(report.peak_bytes, report.ledger.by_axis(), report.flops, report.parameters)
-assert_type(Plan.auto(model, (x, x), "h100-sxm", optimizer=optimizer, ranks=8), Plan)
+assert_type(Plan.auto(model, (x, x), "h100-sxm", loss_fn=F.mse_loss, optimizer=optimizer, ranks=8), Plan)
+espalier.dry_run(model, Plan(precision=torch.bfloat16), (x, x), loss_fn=F.mse_loss, optimizer=[optimizer])
+Plan.auto(model, (x, x), "h100-sxm", optimiser=optimizer, ranks="8")  # type: ignore[arg-type]
 espalier.explain_layouts(model, Plan(tensor=2), (x, x))
 
 

@@ -506,7 +506,7 @@ class Plan(Settings):
             accumulate: int = 1,
             chunk_megabytes: float = 25.0,
             prefetch_megabytes: float = 50.0,
-            precision: str | Mapping[str, Any] | Precision = ...,
+            precision: str | Mapping[str, Any] | Precision | torch.dtype = ...,
             offload: Mapping[str, Any] | Offload = ...,
             gradients: Literal["beside", "in-place"] = "beside",
             recompute: str | Mapping[str, str] = "none",

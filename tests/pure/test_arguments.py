@@ -188,7 +188,7 @@ def test_a_name_that_is_none_tells_which_is_meant() -> None:
 def test_what_torch_takes_is_taken() -> None:
     mesh = Mesh.single(("data", "tensor"))
     assert espalier.zeros(size=(2, 3), device_mesh=mesh).shape == (2, 3)
-    assert Plan(precision=torch.bfloat16) == Plan(precision="bfloat16")  # type: ignore[arg-type]
+    assert Plan(precision=torch.bfloat16) == Plan(precision="bfloat16")
     wide = espalier.randint(0, (1 << 63) - 1, (200,), device_mesh=mesh).full_tensor()
     assert wide.min() >= 0 and wide.max() > 1 << 62
     drawn = espalier.randn(4000, device_mesh=mesh, dtype=torch.complex128).full_tensor()
