@@ -256,8 +256,9 @@ def mistakes_in(error: ValidationError, kind: Any, section: str = "") -> list[Mi
             mistakes.append(Mistake(key, MISSING, "is missing and has no default"))
         else:
             message = item["msg"].replace("Input should be", "expected").replace("Value error, ", "")
-            if item["type"] == "model_type":
-                message = f"expected a table of {', '.join(_table(kind, place).model_fields)}"
+            keys = getattr(_table(kind, place), "model_fields", None)
+            if item["type"] == "model_type" and keys is not None:
+                message = f"expected a table of {', '.join(keys)}"
             elif item["type"] == "tuple_type":
                 message = "expected a list"
             before = mistakes[-1] if mistakes else None
@@ -270,20 +271,27 @@ def mistakes_in(error: ValidationError, kind: Any, section: str = "") -> list[Mi
 def _table(kind: Any, place: Sequence[str | int]) -> Any:
     """What stands at a place of a table: its kind."""
     for name in place:
-        within = get_args(kind)  # a number is a place in a list of tables
-        if isinstance(name, int):
+        if isinstance(name, int):  # a place in a list of tables
+            within = get_args(kind)
             kind = within[0] if within else None
         else:
             fields_here = getattr(kind, "model_fields", {})
             kind = fields_here[name].annotation if name in fields_here else None
+        if len(some := _kinds(kind)) == 1:
+            (kind,) = some
     return kind
+
+
+def _kinds(kind: Any) -> list[Any]:
+    """Of which a value may be, but None; nothing where there is no choice."""
+    is_choice = get_origin(kind) in (Union, UnionType)
+    return [x for x in get_args(kind) if x is not type(None)] if is_choice else []
 
 
 def _place(kind: Any, place: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """A place without which of several kinds a value was tried as, of which pydantic tells there."""
     for n in range(len(place)):
-        tried = get_args(table) if get_origin(table := _table(kind, place[:n])) in (Union, UnionType) else ()
-        if len([x for x in tried if x is not type(None)]) > 1:
+        if len(_kinds(_table(kind, place[:n]))) > 1:
             return place[:n]
     return place
 

@@ -38,7 +38,6 @@ from espalier.tensor.dtensor import DTensor, recorded_layout
 from espalier.tensor.live_memory import LiveMemory
 from espalier.tensor.observers import by_module, tell
 from espalier.texts import expect, in_columns, shown
-from espalier.trees import tensors_in
 
 
 class Lined(NamedTuple):
@@ -243,7 +242,7 @@ def check_dry(model: Any, optimizer: Any, batch: Any) -> None:
     expect("The model", model, nn.Module, "a torch.nn.Module on the meta device")
     if optimizer is not None:
         as_one(optimizer)
-    if not any(True for _ in tensors_in([batch])):
+    if batch is None or isinstance(batch, str | bool | int | float):
         raise TypeError(
             f"The batch is {shown(batch)}, expected the tensors of a global batch, on the meta device."
         )

@@ -19,6 +19,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -269,7 +270,7 @@ class Mesh:
         fits = coordinate is None or (
             isinstance(coordinate, Sequence)
             and len(coordinate) == len(shape)
-            and all(isinstance(c, int) and 0 <= c < n for c, n in zip(coordinate, shape, strict=True))
+            and all(isinstance(c, Integral) and 0 <= c < n for c, n in zip(coordinate, shape, strict=True))
         )
         if not fits:
             raise ValueError(
