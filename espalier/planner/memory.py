@@ -53,12 +53,16 @@ def memory_by_rank(
         parameters, gradients, states = alike[size, kept]
         activations = kept * live
         transient = costs.transient if rank == last else costs.transient / 4
+        # whole gradients of one micro-batch come as its activations go
+        instead = (
+            min(gradients, activations) if plan.accumulate == 1 and plan.zero < 2 and not is_cut else 0.0
+        )
         # what comes for the update does so after the passes
-        coming = min(going, states * (1 - here["states"])) - (activations + transient)
+        coming = min(going, states * (1 - here["states"])) - (activations + transient - instead)
         by_rank.append(
             {
                 "parameters": parameters,
-                "gradients": gradients,
+                "gradients": gradients - instead,
                 "states": states * here["states"] + max(0.0, coming),
                 "activations": activations,
                 "transient": transient,

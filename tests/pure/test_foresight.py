@@ -552,6 +552,17 @@ def test_what_does_not_fit_when_run_dry_is_left_out(recorder: Recorder) -> None:
     assert all(x.prediction not in nothing.best for x in runs)
 
 
+def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
+    """Both were counted."""
+    with torch.device("meta"):
+        net = GPT(GPTConfig(vocab_size=64, max_positions=64, layers=4, hidden=64, heads=2))
+        x = torch.empty(8, 64, dtype=torch.int64)
+    optimizer, batch = torch.optim.AdamW(net.parameters()), {"input_ids": x, "labels": x}
+    plan = Plan(data=2, zero=1)
+    told = Search(Recorder(net, optimizer, batch, {}), H100, plan, ranks=2).of(plan)
+    assert told.bytes == pytest.approx(dry_run(net, plan, batch, optimizer=optimizer).peak_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-h1", 1), ("zbv", 2)])
 def test_memory_of_a_divided_backward_pass_is_that_of_the_dry_run(schedule: str, stages: int) -> None:
     """Gradients that wait for the second part are as large as the activations."""
