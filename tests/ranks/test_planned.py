@@ -108,7 +108,7 @@ def test_a_model_that_fits_nowhere_trains_with_what_is_off_the_device(ranks: Any
     whole = planned(Job.from_dict(tables(model, folder / "x", plan)))
     assert str(whole.plan.offload) == ""
     chosen = planned(
-        Job.from_dict(tables(model, folder / "chosen", plan | {"cluster": small(folder, 8.6e6)}))
+        Job.from_dict(tables(model, folder / "chosen", plan | {"cluster": small(folder, 7.0e6)}))
     )
     assert chosen.plan.offload.states.place == "host", chosen.plan
     ranks(2, trained, chosen.raw, timeout=240.0)
