@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch.jit, by its own import
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="the arguments are those of torch 2.13")
 SAME = {
     here.DataParallel: parallel.DataParallel,
     here.DistributedDataParallel: parallel.DistributedDataParallel,

@@ -152,9 +152,9 @@ def memory_order(rank: int, world: int) -> None:
     x = distribute_tensor(seeded(4, 6), mesh, [S(0), R]).T
     y = x.to_torch()
     assert y.placements == (S(1), R) and torch.equal(y.full_tensor(), seeded(4, 6).T)
-    assert y.stride() == (1, 6) and torch.equal(
-        (y.contiguous().view(-1)).full_tensor(), seeded(4, 6).T.flatten()
-    )
+    assert y.stride() == (1, 6)
+    if torch.__version__ >= "2.13":  # before, torch's own refuses it
+        assert torch.equal(y.contiguous().view(-1).full_tensor(), seeded(4, 6).T.flatten())
     spec = distribute_tensor(seeded(4, 6), mesh, [S(0), R])._spec
     other = theirs.distribute_tensor(seeded(4, 6), mesh.to_torch(), [S(0), R])._spec
     assert spec == other and spec.shape == (4, 6) and spec.num_shards == 2

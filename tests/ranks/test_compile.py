@@ -242,6 +242,8 @@ def test_compiled_blocks_multiply_pieces(
     ranks: Any, world: int, kind: str, backend: str, plan: dict[str, Any]
 ) -> None:
     """Asynchronous tensor parallelism: the messages of what is not compiled, on an uneven sequence."""
+    if backend == "inductor" and torch.__version__ < "2.13":
+        pytest.skip("its graphs take the sums of attention in float64 for float32")
     ranks(world, _in_pieces, kind, backend, plan, timeout=400)
 
 

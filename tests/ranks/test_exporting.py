@@ -178,6 +178,7 @@ def on_four(rank: int, world: int) -> None:
 @pytest.mark.filterwarnings("ignore:.first. has a hook, and lies in a stage of another rank")
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.memory._flat_weights")  # as on one process
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # of torch 2.11
 def test_a_model_is_given_as_on_one_process(ranks: Any, tmp_path: Path) -> None:
     ranks(2, on_two, str(tmp_path))
     ranks(4, on_four)

@@ -141,7 +141,8 @@ def passed_over(plan: dict[str, int]) -> list[float]:
         found.append(loss.item())
     loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"^(addmm: )?mat1 and mat2 shapes cannot be multiplied \(4x5 and 3x3\)$"):
+    words = r"^(addmm: )?mat1 and mat2 shapes cannot be multiplied \(4x5 and 3x3\)$"
+    with pytest.raises(RuntimeError, match=words):
         model(torch.ones(4, 5)).sum().backward()
     return [*found, model(torch.ones(4, 3)).sum().item()]
 

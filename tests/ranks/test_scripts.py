@@ -319,6 +319,7 @@ def profiled(rank: int, world: int) -> None:
         staged(torch.randn(8, 6))
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.11
 def test_profilers(ranks: Any) -> None:
     ranks(2, profiled)
 
