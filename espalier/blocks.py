@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,22 @@ def named_tensors_in(model: nn.Module, *, remove_duplicate: bool = True) -> list
     """The parameters and buffers of a module and of all in it, by name as above."""
     buffers = nn.Module.named_buffers(model, remove_duplicate=remove_duplicate)
     return [*named_parameters_in(model, remove_duplicate=remove_duplicate), *buffers]
+
+
+class Arguments(NamedTuple):
+    """What a model is called with where some arguments can have no name, and others have one."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def called(model: Callable[..., Any], batch: Any) -> Any:
+    """What a model gives for a batch: a dict (keywords), a tuple or list, :class:`Arguments`, one value."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.named)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

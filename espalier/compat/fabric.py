@@ -11,6 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from inspect import getclosurevars
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,18 +22,22 @@ from lightning_fabric.strategies import DDPStrategy as Theirs
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
+from espalier.blocks import Arguments
 from espalier.comm.control import gather_objects
 from espalier.compat.common import NO_SCALER, Readers, plan_for_world
 from espalier.engine import Engine, EngineModule, initialize
 from espalier.engine.awaited import Awaited
+from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor.deferred import deferred
+from espalier.tensor import DTensor
+from espalier.tensor.deferred import deferred, make_parameters_real
 from espalier.texts import refuse
 
 _LOW: Mapping[str, str] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 _PRECISIONS = frozenset({"Precision", "DoublePrecision", "HalfPrecision"})
 _LAUNCHED = ("RANK", "WORLD_SIZE")
+_METHOD = "espalier_method"  # an argument of a call
 _OF_DDP = frozenset(
     "find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view init_sync".split()
 )
@@ -153,6 +160,7 @@ class EspalierStrategy(OnMesh, Theirs):
         super().__init__(plan, **options)
         self._backward_sync_control = _NoSync()
         self._modules: list[EngineModule] = []
+        self._waits = False
 
     # ---- the world
 
@@ -169,10 +177,18 @@ class EspalierStrategy(OnMesh, Theirs):
 
     def setup_module(self, module: nn.Module) -> Any:
         """The model on an engine of its own, see :meth:`engine_of`."""
+        _take_methods(module)
         wrapped = _Model(initialize(module, None, self.plan, mesh=self._mesh), "own")
         wrapped.as_asked = self.precision.convert_output
+        if not self._waits:  # Fabric takes no optimizer of parameters without memory
+            make_parameters_real([p for p in module.parameters() if p.is_meta and not isinstance(p, DTensor)])
         self._modules.append(wrapped)
         return wrapped
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *more: Any) -> Any:
+        """Each; together a model may wait for its memory until its first batch says how layers lie."""
+        with having(self, _waits=True):
+            return super().setup_module_and_optimizers(module, optimizers, *more)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, which its model's engine steps."""
@@ -230,11 +246,43 @@ class _Model(EngineModule):
     """A model that was set up."""
 
     as_asked: Callable[[Any], Any] = staticmethod(lambda output: output)
+    _method: str | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives; what a pipeline has yet to give, as Fabric would cast it."""
-        output = super().forward(*args, **kwargs)
+        with having(self, _method=self._asked_method()):
+            output = super().forward(*args, **kwargs)
         return output._by(self.as_asked) if isinstance(output, Awaited) else output
+
+    def _asked_method(self) -> str | None:
+        """The method that Fabric has put in the place of the model's forward for one call.
+
+        It would take itself out in the model's first run, which may be a trial of a copy.
+        """
+        put = vars(self.module).get("forward")
+        if not isinstance(put, FunctionType) or not put.__module__.endswith("fabric.wrappers"):
+            return None
+        known = getclosurevars(put).nonlocals
+        vars(self.module)["forward"] = known["original_forward"]
+        name: str = known["method_name"]
+        return name
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._method is None:
+            return super()._bound(args, kwargs)
+        return Arguments(args, {**kwargs, _METHOD: self._method})
+
+
+def _take_methods(module: nn.Module) -> None:
+    """Let a call of a model say by which of its methods it goes."""
+    own = module.forward
+
+    @wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method = kwargs.pop(_METHOD, None)
+        return (own if method is None else getattr(self, method))(*args, **kwargs)
+
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 class _NoSync(_BackwardSyncControl):

@@ -14,7 +14,7 @@ from espalier.comm.control import gather_objects, numbers_of_all
 from espalier.comm.row_exchange import overlaps, send_rows
 from espalier.device import moved
 from espalier.engine.given import rows_in
-from espalier.engine.lengths import all_alike, refuse_unlike_batches
+from espalier.engine.lengths import UnlikeError, all_alike, refuse_unlike_batches
 from espalier.engine.row_lists import closed, lists_in, on_lists, opened, part_of, with_all_lists
 from espalier.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from espalier.layout.layout import bounds
@@ -205,6 +205,12 @@ class Batches:
         """
         return self._gathered(rows)[0]
 
+    def of_each(self, rows: Any) -> tuple[list[Any], int]:
+        """What each reader gives, on all ranks, and which of it is this one's (a collective)."""
+        host, device = torch.device("cpu"), self.mesh.device()
+        of_all = self._by_place(gather_objects(_moved(rows, host), self.mesh))
+        return [_moved(of[0], device) for _, of in sorted(of_all.items())], self.mesh.place(self.axes)
+
     def own(self, rows: Any) -> tuple[Any, Own | None]:
         """As :meth:`gathered`, and which rows are this rank's, to give it its own of what comes of them.
 
@@ -217,6 +223,8 @@ class Batches:
         if not any(map(has_rows, tensors_in(rows))):
             return rows, None
         batch, held = self._gathered(rows)
+        if held is None:
+            return rows, None
         size, here = sum(held), self.mesh.place(self.axes)
         return batch, Own(size, slice(sum(held[:here]), sum(held[: here + 1])), held == self._even(size))
 
@@ -277,8 +285,8 @@ class Batches:
             held = [part for whole in held for part in _chunks(whole, n)]
         return held
 
-    def _gathered(self, rows: Any, pads: bool = True) -> tuple[Any, list[int]]:
-        """The global batch, and how many of its rows each rank has given.
+    def _gathered(self, rows: Any, pads: bool = True) -> tuple[Any, list[int] | None]:
+        """The global batch, and how many of its rows each rank has given; None of one reader's without rows.
 
         Args:
             pads: where ranks have padded each to a length of its own, pad to the longest.
@@ -291,7 +299,8 @@ class Batches:
             return self.local(rows, size), self._even(size)
         count, form = _EXHAUSTED, ""
         if rows is not None:
-            count, form = _rows_of(rows), repr(_form(rows))
+            count = _rows_of(rows)
+            form = repr(_form(rows, count))
         digest = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), signed=True)
         said = numbers_of_all([count, digest], mesh)
         counts = [n for n, _ in said]
@@ -305,7 +314,11 @@ class Batches:
         if pads and len(forms) > 1 and _RAGGED not in counts:
             return self._gathered(all_alike(given, mesh), pads=False)
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
-            refuse_unlike_batches(None if given is None else _leaves(given), mesh)
+            if len(forms) == self.readers == 1 and len({*counts}) == 1:
+                return given, None
+            shares = all(len({*of}) == 1 for of in self._by_place(map(tuple, said)).values())
+            tensors = None if given is None else _leaves(given)
+            refuse_unlike_batches(tensors, mesh, UnlikeError if shares else ValueError)
         if _EXHAUSTED in counts:
             first = next(i for i, n in enumerate(counts) if n != _EXHAUSTED)
             own = tree_map(lambda x: x[:0].cpu() if has_rows(x) else x, rows) if count >= 0 else None
@@ -388,8 +401,14 @@ def _rows_of(rows: Any) -> int:
     return lengths.pop() if len(lengths) == 1 else _RAGGED
 
 
-def _form(rows: Any) -> list[Any]:
-    return [*[(name, str(x.dtype), tuple(x.shape[1:])) for name, x in _leaves(rows)], len(lists_in(rows))]
+def _form(rows: Any, count: int) -> list[Any]:
+    from_dim = 0 if count == _RAGGED else 1
+    shapes = [(name, str(x.dtype), tuple(x.shape[from_dim:])) for name, x in _leaves(rows)]
+    return [*shapes, len(lists_in(rows))]
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: moved(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 def loss_of(output: Any) -> torch.Tensor:

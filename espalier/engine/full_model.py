@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from espalier.blocks import as_it_was, named_parameters_in
+from espalier.blocks import as_it_was, called, named_parameters_in
 from espalier.layout import Layout
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.arguments import called, mapped
+from espalier.parallel.pipeline.arguments import mapped
 from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.observed import Observed
 from espalier.tensor import DTensor, full_tensor, stamp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -94,11 +94,17 @@ def all_alike(rows: Any, mesh: Mesh) -> Any:
     return padded(rows)
 
 
-def refuse_unlike_batches(tensors: Sequence[tuple[str, torch.Tensor]] | None, mesh: Mesh) -> None:
+class UnlikeError(ValueError):
+    """Ranks with rows of their own give what cannot be one batch; those that share rows give the same."""
+
+
+def refuse_unlike_batches(
+    tensors: Sequence[tuple[str, torch.Tensor]] | None, mesh: Mesh, kind: type[ValueError]
+) -> NoReturn:
     """Say what each rank has given (a collective); None: it has no rows left.
 
     Raises:
-        ValueError: always, on all ranks.
+        ValueError: always, on all ranks, of that kind.
     """
     shapes = None if tensors is None else {name: tuple(x.shape) for name, x in tensors}
     kinds = None if tensors is None else {name: str(x.dtype) for name, x in tensors}
@@ -112,7 +118,7 @@ def refuse_unlike_batches(tensors: Sequence[tuple[str, torch.Tensor]] | None, me
         "one length), and ranks that differ on no data axis must give the same. What each row has its own "
         "number of goes in a list with an entry for each row."
     )
-    raise ValueError("\n".join(lines))
+    raise kind("\n".join(lines))
 
 
 def _mappings(x: Any) -> Iterator[Mapping[Any, Any]]:

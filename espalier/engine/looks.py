@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from espalier.blocks import called
 from espalier.engine.awaited import Awaited
 from espalier.engine.kept import SOUGHT, step_of
 from espalier.engine.model_run import ModelRun
 from espalier.engine.observing import ONLY_LOOKS, Observers, Place
-from espalier.parallel.pipeline.arguments import called
 from espalier.tensor.observers import tell
 from espalier.torch_private import FORWARD_HOOKS, version_of
 from espalier.trees import leaves, tree_map

@@ -109,7 +109,11 @@ class EngineModule(nn.Module):
             return self._transformed(args, kwargs)
         if takes_tangents() and self.engine.plan.pipe > 1:
             _refuse_tangents(self.engine.plan, (args, kwargs))
-        return self.engine.outputs(bound(self.module, args, kwargs), self._rows)
+        return self.engine.outputs(self._bound(args, kwargs), self._rows)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call as the model's inputs."""
+        return bound(self.module, args, kwargs)
 
     def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model gives for what torch.vmap or a transform of torch.func makes of its inputs.
@@ -149,6 +153,8 @@ class EngineModule(nn.Module):
         Called, it takes global batches and gives what it computes of all rows (in a pipeline without
         gradients).
         """
+        if (twin := memo.get(id(self.module))) is not None:
+            return twin  # the model is being copied, and in it is what holds this: a trainer, say
         return self.engine.passes.copied(memo)
 
     def __prepare_scriptable__(self) -> nn.Module:

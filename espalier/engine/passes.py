@@ -21,12 +21,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import called, parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count, with_labels
 from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
 from espalier.engine.batches import Batches, Own, loss_of
 from espalier.engine.given_batches import GivenBatches
+from espalier.engine.lengths import UnlikeError
 from espalier.engine.norm import LossScaler, Rider, loss_riders, scale_gradients, share_of
 from espalier.engine.own_loop import OwnLoop
 from espalier.engine.report import PeakMemory, Traffic
@@ -40,13 +41,14 @@ from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.pipeline.arguments import called, leaves, mapped
+from espalier.parallel.pipeline.arguments import leaves, mapped
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.tensor.infer import Sample
 from espalier.tensor import DTensor, full_tensor, stamp
 from espalier.tensor.draws import States
 from espalier.tensor.dry_autocast import DryAutocast
 from espalier.tensor.dtensor import is_sparse, refuse_nested
+from espalier.tensor.observers import tell
 from espalier.tensor.rules.joint_failure import CountsAhead
 from espalier.tensor.told import Telling, as_addends
 from espalier.texts import expect
@@ -658,7 +660,10 @@ class Direct(Passes):
             inputs = tree_map(partial(self._entering, own), inputs)
         if own:
             self.first_batches.note(inputs, own=True)
-            inputs, held = call.batches.own(inputs)
+            try:
+                inputs, held = call.batches.own(inputs)
+            except UnlikeError as error:
+                return self._in_turn(inputs, error)
             self.mesh.put_together.clear()
         batch = call.alone(inputs)
         if trains:
@@ -692,6 +697,23 @@ class Direct(Passes):
         if own and call.batches.readers > 1:
             self._loop.open()
         return given
+
+    def _in_turn(self, inputs: Any, error: UnlikeError) -> Any:
+        """What the model gives for this rank's inputs, which make no batch with those of others.
+
+        Raises:
+            UnlikeError: gradients could go back through it.
+        """
+        of_each, here = self.call.batches.of_each(inputs)
+        outs = [None if x is None else self.outputs(x, "whole") for x in of_each]
+        if any(x.requires_grad for x in tensors_in(outs)):
+            raise error
+        tell(
+            "What ranks give the model is no batch together (first dims that are no rows, other lengths): "
+            "without gradients each rank's is computed by all ranks, one after the other. Give tensors "
+            "that begin with rows, alike but for their number, and all are computed at once."
+        )
+        return outs[here]
 
     def _is_of_all(self, x: torch.Tensor, held: Own | None) -> bool:
         """Whether a plain tensor that the model gives has the rows of all ranks, or what was made of them."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from espalier.blocks import parameters_in
+from espalier.blocks import Arguments, parameters_in
 from espalier.checkpoint.sources import is_extra_state
 from espalier.engine.by_model import loads_by_itself, with_notes_of
 from espalier.mesh import Mesh
-from espalier.parallel.pipeline.arguments import Arguments, mapped
+from espalier.parallel.pipeline.arguments import mapped
 from espalier.tensor.dtensor import is_sparse
 from espalier.tensor.loans import Written
 from espalier.tensor.observers import tell

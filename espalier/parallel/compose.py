@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from espalier.blocks import around, blocks, named_parameters_in, named_tensors_in, parameters_in
+from espalier.blocks import around, blocks, called, named_parameters_in, named_tensors_in, parameters_in
 from espalier.comm.control import compared_with_first, gather_objects
 from espalier.layout import Layout, Placement, Replicate, Shard
 from espalier.mesh import Mesh
@@ -26,7 +26,6 @@ from espalier.mesh.parts import at
 from espalier.parallel.branches import Branches, found_branches, homes_of, leave_out, place_branches
 from espalier.parallel.data.zero import ZeroState
 from espalier.parallel.experts import left_out, send_tokens, stacked
-from espalier.parallel.pipeline.arguments import called
 from espalier.parallel.pipeline.objects import closed
 from espalier.parallel.pipeline.record import SplitError, all_having_it
 from espalier.parallel.pipeline.remembered import Place, says_data

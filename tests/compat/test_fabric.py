@@ -106,6 +106,72 @@ def shared(rank: int, world: int) -> None:
         Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
 
 
+class Stepping(nn.Module):
+    """A ``LightningModule`` by its methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+        x, y = batch
+        out = self(x)
+        return {"loss": nn.functional.cross_entropy(out, y), "right": (out.argmax(1) == y).sum()}
+
+    def best(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """Of x's rows, beside what has no rows."""
+        return past + self(x).max(1).values.detach()
+
+
+def stepped(fabric: Any, n: int = 1) -> list[torch.Tensor]:
+    """A loop of Fabric's: the model is built without memory, and its optimizer made once it is set up."""
+    with fabric.init_module(empty_init=True):
+        net = Stepping()
+    model = fabric.setup(net)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.arange(p.numel()).sin().view(p.shape) / 3)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+    model.mark_forward_method("best")
+    rows = torch.utils.data.TensorDataset(torch.arange(96.0).view(16, 6).cos(), torch.arange(16) % 4)
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=8 // n))
+    out = []
+    for i, batch in enumerate(loader):
+        found = model.training_step(batch, batch_idx=i)
+        fabric.backward(found["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(fabric.all_reduce(found["loss"].detach()).clone())
+    out.append(model.best(torch.ones(3, 6), torch.ones(2, 3)))
+    return [*out, model(torch.ones(2, 6)).detach()]
+
+
+def by_methods(rank: int, world: int) -> None:
+    """``model.training_step(...)``, and methods that are marked, go through the engine."""
+    from lightning_fabric import Fabric
+
+    from espalier.compat.fabric import EspalierStrategy
+
+    alone = Fabric(accelerator="cpu", devices=1)
+    alone.launch()
+    expected = stepped(alone)
+    for plan in ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2}):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=EspalierStrategy(plan))
+        fabric.launch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [torch.as_tensor(x) for x in stepped(fabric, plan.get("data", 1))]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, msg=f"{plan}: {a} and {b}")
+
+
+def test_methods_of_a_model(ranks: Any) -> None:
+    ranks(2, by_methods)
+
+
 def test_a_program_with_another_import(ranks: Any) -> None:
     (alone,) = ranks(1, theirs, 32)
     ranks(2, programs, alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,22 +47,6 @@ def refilled(tree: Any, tensors: Iterable[Any]) -> Any:
 def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     """The leaves of a kind, in the order of :func:`mapped`."""
     return leaves_of(tree, kind, _SOUGHT)
-
-
-class Arguments(NamedTuple):
-    """What a model is called with where some arguments can have no name, and others have one."""
-
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-
-
-def called(model: Callable[..., Any], batch: Any) -> Any:
-    """What a model gives for a batch: a dict (keywords), a tuple or list, :class:`Arguments`, one value."""
-    if isinstance(batch, Arguments):
-        return model(*batch.args, **batch.named)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def cloned(tree: Any) -> Any:

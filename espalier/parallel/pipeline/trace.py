@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import blocks, named_parameters_in, parameters_in
+from espalier.blocks import blocks, called, named_parameters_in, parameters_in
 from espalier.meanwhile import having
-from espalier.parallel.pipeline.arguments import Part, Ref, called, leaves, mapped
+from espalier.parallel.pipeline.arguments import Part, Ref, leaves, mapped
 from espalier.parallel.pipeline.model_stand_ins import (
     ModelStandIns,
     Outside,

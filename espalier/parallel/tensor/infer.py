@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from espalier.blocks import named_parameters_in, parameters_in
+from espalier.blocks import called, named_parameters_in, parameters_in
 from espalier.comm import ledger
 from espalier.comm.control import said_by_some
 from espalier.comm.dry import know, values_of
@@ -182,10 +182,7 @@ def run_once(model: nn.Module, batch: Any, *around: Around) -> None:
         for opened in around:
             stack.enter_context(opened(twin.module))
         stack.enter_context(_OfOneRow())
-        if isinstance(twin.extra, Mapping):
-            twin.module(**twin.extra)
-        else:
-            twin.module(*(twin.extra if isinstance(twin.extra, tuple | list) else (twin.extra,)))
+        called(twin.module, twin.extra)
 
 
 class _OfOneRow(TorchFunctionMode):
