@@ -316,7 +316,7 @@ class Batches:
         if len(forms) > 1 or _RAGGED in counts or any(len(set(of)) > 1 for of in shared.values()):
             if len(forms) == self.readers == 1 and len({*counts}) == 1:
                 return given, None
-            shares = all(len({*of}) == 1 for of in self._by_place(map(tuple, said)).values())
+            shares = all(len({*of}) == 1 for of in self._by_place([*map(tuple, said)]).values())
             tensors = None if given is None else _leaves(given)
             refuse_unlike_batches(tensors, mesh, UnlikeError if shares else ValueError)
         if _EXHAUSTED in counts:

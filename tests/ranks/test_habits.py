@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import espalier
 from espalier.parallel.pipeline.record import SplitError
 from tests.ranks.habits import Lay, as_it_is, batch, compare, loss_of, stepped, trained
+from tests.ranks.habits_of_calls import compare_calls
 from tests.ranks.habits_of_functions import (
     functions_of_torchscript,
     functions_that_torch_compiles,
@@ -630,59 +630,6 @@ def weights_for_each_row(prepare: Any) -> list[Any]:
     return [*losses, model.up.weight, model.each, model.up.weight.new(3).zero_() + model.down.bias.sum()]
 
 
-class Known(nn.Module):
-    """Knows who trains it, and takes what it is given by place and by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.trainer: dict[str, Any] = {}
-
-    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
-        (x,) = args
-        return self.down(torch.relu(self.up(x))) * named["scale"]
-
-
-def models_that_know_their_trainer(prepare: Any) -> list[Any]:
-    """What has the prepared model is an attribute of the model."""
-    model, out = Known(), list[Any]()
-    prepared, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    model.trainer = {"model": prepared, "optimizer": optimizer}
-    for step in range(2):
-        x, y = batch(step)
-        out.append(stepped(F.cross_entropy(prepared(x, scale=2.0), y), optimizer))
-    assert prepared.trainer["model"] is prepared
-    return [*out, *model.parameters()]
-
-
-class Returns(nn.Module):
-    """Adds values of last states to rewards, of which the first dim is no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Linear(6, 1)
-
-    def forward(self, rewards: torch.Tensor, last: torch.Tensor, trains: bool = False) -> torch.Tensor:
-        value = self.value(last)[:, 0]
-        return rewards.flip(0).cumsum(0) + (value if trains else value.detach())
-
-
-def inputs_without_rows(rank: int) -> None:
-    """Each rank's are computed after the other's, if nothing goes back."""
-    for plan in ({"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}):
-        model = Returns()
-        own = rank if "data" in plan else 0
-        given = torch.arange(15.0).view(5, 3) * (1 + own), torch.ones(3, 6) * (1 + own)
-        right = model(*given)
-        model = espalier.prepare(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan, rows="own")[0]
-        told = pytest.warns(UserWarning, match="one after the other") if "data" in plan else nullcontext()
-        with told:
-            torch.testing.assert_close(model(*given), right)
-        if "data" in plan:
-            with pytest.raises(ValueError, match="do not fit together"):
-                model(*given, trains=True)
-
-
 PLANS: tuple[dict[str, Any], ...] = (
     {"data": 2},
     {"data": 2, "zero": 1},
@@ -716,8 +663,7 @@ def compared(rank: int, world: int) -> None:
     told_of_time()
     compare(parts_that_are_decorated, [(plan, {}) for plan in (PLANS[0], PLANS[3], PLANS[5], *STAGES)])
     compare(weights_for_each_row, [({"tensor": 2}, {})])
-    compare(models_that_know_their_trainer, [(plan, {}) for plan in (PLANS[3], PLANS[5], STAGES[0])])
-    inputs_without_rows(rank)
+    compare_calls(rank)
     for change in (tied, exchanged, others):
         refused_among_stages(change)
     model = espalier.prepare(net(), plan={"data": 2})
