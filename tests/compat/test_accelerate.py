@@ -218,7 +218,7 @@ def lengths_of_calls(rank: int, world: int) -> None:
             assert max(abs(a - b) for a, b in zip(found[0], more, strict=True)) < 1e-12, found
     pooled = DistributedDataParallel(nn.Embedding(9, 6), plan={"data": 2})
     with pytest.raises(ValueError, match="pad to one length"):
-        pooled(collate(rows[rank : rank + 1])["input_ids"])
+        pooled(collate(rows[2 * rank : 2 * rank + 2])["input_ids"])
 
 
 def lengths(rank: int, world: int) -> None:
