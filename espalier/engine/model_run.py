@@ -625,7 +625,7 @@ class ModelRun:
             raise RuntimeError(
                 "backward() through a call of the model that a loss went back through before, and its "
                 "parameters were updated since: call the model again, or make the step after all backward "
-                "passes."
+                "passes; of what the forward gave without gradients (targets), take x.detach()."
             )
         if self.batch is not None:
             self._check_alone(leaves_beside, adds)
