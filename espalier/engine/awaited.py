@@ -77,6 +77,10 @@ class Awaited(Kept):
 
     __array_ufunc__ = None  # a number of NumPy's times this is this, as with tensors
 
+    def __new__(cls, source: Any, step: Step | None = None) -> Any:
+        """But of a dict, itself: programs make another like an output by ``type(out)(pairs)``."""
+        return source if isinstance(source, dict) else super().__new__(cls)
+
     def __init__(self, source: ModelRun, step: Step | None = None) -> None:
         super().__init__(source, step)
         self._has_gone_back = self._is_retained = False

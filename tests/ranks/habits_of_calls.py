@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +40,30 @@ def models_that_know_their_trainer(prepare: Any) -> list[Any]:
     return [*out, *model.parameters()]
 
 
+class Pairs(nn.Module):
+    """Gives its loss, and more, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.down(torch.relu(self.up(x)))
+        return {"loss": F.cross_entropy(out, y), "right": (out.argmax(1) == y).double().mean()}
+
+
+def outputs_made_anew(prepare: Any) -> list[Any]:
+    """As Lightning's ``apply_to_collection`` makes them."""
+    model, out = Pairs(), list[Any]()
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(2):
+        given = model(*batch(step))
+        stepped(given["loss"], optimizer)
+        made = type(given)(OrderedDict((name, x.detach()) for name, x in given.items()))
+        out += [made["loss"], made["right"]]
+    return [*out, *model.parameters()]
+
+
 class Returns(nn.Module):
     """Adds values of last states to rewards, of which the first dim is no rows."""
 
@@ -71,4 +96,5 @@ def compare_calls(rank: int) -> None:
     """All of it, under plans."""
     plans: tuple[dict[str, Any], ...] = ({"data": 2, "zero": 3}, {"tensor": 2}, {"pipe": 2})
     compare(models_that_know_their_trainer, [(plan, {}) for plan in plans])
+    compare(outputs_made_anew, [(plan, {}) for plan in plans])
     inputs_without_rows(rank)
