@@ -275,7 +275,8 @@ class Board:
         """Say something from the next turn on; one rank speaks for each ``by``."""
         # two places by turns: who reads is at this turn or the one before
         self._count += 1
-        self._store.set(f"{by}/{self._count % 2}", f"{self._turn + 1} ".encode() + message)  # type: ignore
+        head = f"{self._turn + 1} {self._count} ".encode()
+        self._store.set(f"{by}/{self._count % 2}", head + message)  # type: ignore[arg-type]  # bytes do too
 
     def turn(self) -> None:
         """From now on what was said before it counts."""
@@ -286,9 +287,9 @@ class Board:
         turn, message = self._known.get(by, (-1, b""))
         if turn != self._turn:
             places = [key for i in range(2) if self._store.check([key := f"{by}/{i}"])]
-            told = [bytes(self._store.get(key)).partition(b" ")[::2] for key in places]
-            counting = [(int(at), words) for at, words in told if int(at) <= self._turn]
-            message = max(counting, default=(0, b""))[1]
+            told = [bytes(self._store.get(key)).split(b" ", 2) for key in places]
+            counting = [(int(at), int(count), words) for at, count, words in told if int(at) <= self._turn]
+            message = max(counting, default=(0, 0, b""))[2]
             self._known[by] = self._turn, message
         return message
 

@@ -615,8 +615,14 @@ def export(model: nn.Module, data: ZeroState, passes: Passes, path: str | Path, 
         own = _own_state(model)
         _refuse_sparse(own)
         root, ties = root_of(kind), {} if kind == "file" else tied(model)
+        parameters = set(map(id, parameters_in(model)))
+
+        def lies_alike(x: torch.Tensor) -> bool:
+            """On all ranks; what a stage's forward puts in a buffer's place is plain where it did not run."""
+            return isinstance(x, DTensor) and ("pipe" not in mesh.names or id(x) in parameters)
+
         state = {
-            f"{root}{name}": x if isinstance(x, DTensor) else passes.everywhere(name, x)
+            f"{root}{name}": x if lies_alike(x) else passes.everywhere(name, x)
             for name, x in own.items()
             if isinstance(x, torch.Tensor) and name not in ties
         }
@@ -738,6 +744,25 @@ def state_of(model: nn.Module, everywhere: Everywhere) -> dict[str, Any]:
                 known = names.get(id(x), name)
                 values[id(x)] = x.detach() if is_sparse(x) else everywhere(known, x.detach())
     return with_notes_of(state, apart({name: values.get(id(x), x) for name, x in state.items()}))
+
+
+def whole_values(state: Mapping[str, Any], mesh: Mesh, everywhere: Everywhere) -> dict[str, Any]:
+    """A state dict whose DTensors are plain global values on every rank (a collective).
+
+    Args:
+        everywhere: as for :func:`state_of`, of what lies in a stage or branch.
+    """
+    in_parts = {n for n, x in state.items() if type(x) is DTensor and layout_of(x).mesh.size() < mesh.size()}
+    if "pipe" in mesh.names and not mesh.is_dry:
+        # what a forward puts in a buffer's place is a DTensor where it ran, and plain elsewhere
+        in_parts = set().union(*gather_objects(in_parts, mesh))
+
+    def whole(name: str, x: Any) -> Any:
+        if name in in_parts:
+            return everywhere(name, x)
+        return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+    return {name: whole(name, x) for name, x in state.items()}
 
 
 def gradients_of(model: nn.Module, mesh: Mesh, everywhere: Everywhere) -> dict[str, torch.Tensor | None]:

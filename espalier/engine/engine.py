@@ -35,6 +35,7 @@ from espalier.engine.checkpointing import (
     set_parameters,
     state_of,
     take_state,
+    whole_values,
 )
 from espalier.engine.compiling import compilable, compile_blocks
 from espalier.engine.counting import tell_libraries
@@ -79,7 +80,6 @@ from espalier.tensor import DTensor, redistribute
 from espalier.tensor.asked import apart
 from espalier.tensor.compiled import Backend
 from espalier.tensor.deferred import share_random_state
-from espalier.tensor.dtensor import layout_of
 from espalier.tensor.meshes import lie_in_each_stage
 from espalier.tensor.observers import tell
 from espalier.tensor.told import as_addends
@@ -952,12 +952,10 @@ class Engine(Surface):
         self.wait_staged()
         return take_state(self._state, self._to_fill(), load)
 
-    def _whole(self, name: str, x: Any) -> torch.Tensor:
-        """The plain global value of a DTensor on every rank, also of one that lies as that parameter does."""
-        if type(x) is DTensor and layout_of(x).mesh.size() < self.mesh.size():  # in a stage or branch
-            return self.passes.everywhere(name, x)
-        value: torch.Tensor = x.full_tensor()
-        return value
+    def _whole_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict whose DTensors are plain and global on every rank, also those that lie as parameters
+        do."""
+        return whole_values(state, self.mesh, self.passes.everywhere)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients as plain whole tensors (a collective: every rank must call), by parameter.

@@ -128,6 +128,7 @@ def _give(
     state_dict: dict[str, Any],
 ) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives: whole plain tensors, or this rank's parts."""
+    state_dict = {**state_dict, "state": _own_states(optimizer, state_dict)}
     asked = whole_among()
     mesh = None if asked is None or parts_are_asked_for() else asked()
     if mesh is not None:
@@ -137,6 +138,14 @@ def _give(
         lambda x: x.to_local() if type(x) is DTensor and is_whole(x._layout) else x, state_dict["state"]
     )
     return {**state_dict, "state": held}
+
+
+def _own_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """Without those of parameters in stages of other ranks: some optimizers make such, of no values."""
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
+    numbered = {n: p for said, own in groups for n, p in zip(said["params"], own["params"], strict=False)}
+    elsewhere = {n for n, p in numbered.items() if type(p) is DTensor and not p._layout.mesh.is_member}
+    return {n: states for n, states in state_dict["state"].items() if n not in elsewhere}
 
 
 @torch.no_grad()

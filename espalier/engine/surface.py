@@ -104,9 +104,7 @@ class Surface(ABC):
             StateDictError: it is of another model.
         """
         expect("load_state_dict: the state dict", state_dict, Mapping, "a dict of names to tensors")
-        state = {
-            name: self._whole(name, x) if hasattr(x, "full_tensor") else x for name, x in state_dict.items()
-        }
+        state = self._whole_values(state_dict)
         if loads_by_itself(self.module):
             noted = with_notes_of(state_dict, state)
             given = options if strict else {"strict": strict, **options}  # its own may be another by default
@@ -129,8 +127,9 @@ class Surface(ABC):
         return Keys([] if strict else missing, [] if strict else unexpected)
 
     @abstractmethod
-    def _whole(self, name: str, x: Any) -> torch.Tensor:
-        """The plain global value of a DTensor on every rank, also of one that lies as a parameter does."""
+    def _whole_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict whose DTensors are plain and global on every rank, also those that lie as parameters
+        do."""
 
     @abstractmethod
     def _take_state(self, load: Callable[[], Any]) -> Any:

@@ -95,11 +95,12 @@ class Asked(Watcher):
             return
         assert self._answers is not None
         self._answers.go_on(tells=self._is_used)
-        self._turn, self._changes, self._is_used, self._sees_own = self._turn + 1, 0, False, None
+        self._turn, self._is_used = self._turn + 1, False
         self._counts.clear()
         try:
             yield
         finally:
+            self._changes, self._sees_own = 0, None  # each rank has met what it has
             if self._users:
                 self._open()
 
@@ -140,9 +141,11 @@ class Asked(Watcher):
         if self._depth:
             return go()
         given = tensors_in((args, kwargs))
-        if not any(map(self._lies_in_stage, given)) or not called_by_program():
+        in_stages = [x for x in given if self._lies_in_stage(x)]
+        if not in_stages or not called_by_program():
             return go()
-        if self._is_of_own():
+        # an optimizer's states, and what is made of them: a rank has those of its stages, and calls no others
+        if self._is_of_own() or not any("_memory" in x.__dict__ for x in in_stages):
             return self._found(func, args, kwargs, go)
         if func in _ANSWERS:
             return self._answered(_ANSWERS[func], args, kwargs)

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ import torch
 from torch import nn
 
 import espalier
+from espalier.comm.control import Board
 from tests.asked import ASKED
 from tests.ranks.test_gradients_of_stages import Net, batch
+from tests.zoo.drawn_bricks import Handled
+from tests.zoo.drawn_mixes import Routed
+from tests.zoo.drawn_turns import Slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*in several stages or branches:espalier.GatherWarning"),
@@ -218,6 +223,70 @@ class Loop:
         return None
 
 
+def of_states(rank: int, world: int, folder: str) -> None:
+    """An optimizer has states of all parameters, which are written to; a buffer is a tensor of its rank."""
+    torch.manual_seed(0)
+    # the second stage has experts, and so runs on DTensors: one comes in the place of its buffer
+    second = nn.Linear(8, 8), Routed("two"), Handled("anew"), nn.Linear(8, 4)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *second).double()
+    told: list[list[Any]] = []
+    for m in (copy.deepcopy(net), net):
+        optimizer = Slow(m.parameters())
+        model, _ = (
+            espalier.prepare(m, optimizer, plan={"pipe": 2, "cuts": ["2"]}) if m is net else (m, optimizer)
+        )
+        kept: list[Any] = []
+        for step in range(3):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                average = torch.optim.swa_utils.AveragedModel(model)
+            for state in optimizer.state.values():
+                for held in state.values():
+                    held[:2].mul_(0.9) if held.ndim else None
+            kept += [(p * p).sum() for p in model.parameters()]
+        average.update_parameters(model)
+        model.load_state_dict(average.module.state_dict())
+        states = optimizer.state_dict()["state"]
+        kept += [states[n][name] for n in sorted(states) for name in sorted(states[n])]
+        kept += [x for _, x in sorted(model.state_dict().items())]
+        told.append([espalier.full_tensor(x).detach() for x in kept])
+    for ours, theirs in zip(*told, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    model(x).sum().item()
+    model.engine.export(f"{folder}/weights.pt", "torch")
+    written = torch.load(f"{folder}/weights.pt")
+    assert all(torch.equal(written[name], x) for name, x in model.state_dict().items())
+
+
+def where_none_are(rank: int, world: int) -> None:
+    """A rank whose stage has no parameters hears of others' behind steps, and the last of what is said."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    model, optimizer = espalier.prepare(
+        net, torch.optim.Adagrad(net.parameters(), lr=0.1), plan={"pipe": 2, "cuts": ["1"]}
+    )
+    for later in (False, True):
+        if later:
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        model(torch.ones(8, 6, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.norm().item() > 0 for p in model.parameters())
+        for state in optimizer.state.values():
+            state["sum"][:2].mul_(0.9)
+        assert all(p.sum().item() for p in model.parameters())
+    board = Board(model.engine.mesh, "what is tested")
+    if rank == 0:
+        board.say(0, b"later in the alphabet")
+        board.say(0, b"at last")
+    torch.distributed.barrier()
+    board.turn()
+    assert board.said(0) == b"at last"
+
+
 def loop(model: nn.Module, net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
     lot, asked, held = random.Random(seed), list[float](), Loop(model, net)
     for step in range(3):
@@ -248,8 +317,10 @@ def drawn(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
             assert told == pytest.approx(loop(plain, plain, theirs, seed), rel=1e-5, abs=1e-9), (plan, seed)
 
 
-def on_two(rank: int, world: int) -> None:
+def on_two(rank: int, world: int, folder: str) -> None:
     unlike(rank, world)
+    of_states(rank, world, folder)
+    where_none_are(rank, world)
     after_a_penalty(rank, world)
     of_averages(rank, world)
     drawn(rank, world, [{"pipe": 2}, {"pipe": 2, "accumulate": 2}])
@@ -261,6 +332,6 @@ def on_four(rank: int, world: int) -> None:
     )
 
 
-def test_numbers_are_those_of_one_process(ranks: Any) -> None:
-    ranks(2, on_two)
+def test_numbers_are_those_of_one_process(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, on_two, str(tmp_path))
     ranks(4, on_four)
