@@ -537,8 +537,9 @@ class Passes(ABC):
     def multiply(self, factor: torch.Tensor | None, beside: Iterable[torch.Tensor] = ()) -> None:
         """Multiply the gradients that there are; None: by 1."""
         if factor is not None:
-            own = [p for p in parameters_in(self.call.module) if isinstance(p, DTensor)]
-            scale_gradients([*own, *beside], factor)
+            # of the model's own that came later too, each once
+            held = {id(p): p for p in (*parameters_in(self.call.module), *beside)}
+            scale_gradients([*held.values()], factor)
 
     def zero_grad(self) -> None:
         """Drop the gradients, and the micro-batches that made them."""

@@ -59,7 +59,33 @@ def by_itself(rank: int, world: int) -> None:
     assert not torch.equal(espalier.full_tensor(layer.weight.detach()), before)
 
 
+def of_a_layer_that_came_later(rank: int, world: int) -> None:
+    """Gradients of what a model is given when it is laid out are means over the micro-batches, too."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    net, new = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double(), nn.Linear(2, 2).double()
+    pairs = [(torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0])) for _ in range(2)]
+    told = []
+    for m, layer in ((copy.deepcopy(net), copy.deepcopy(new)), (net, new)):
+        model: Any = m
+        if m is net:
+            sgd = torch.optim.SGD(m.parameters(), lr=0.1)
+            model, _ = espalier.prepare(m, sgd, plan={"data": world, "accumulate": 2})
+            model(pairs[0][0])
+        m.append(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in pairs:
+            loss = F.cross_entropy(model(x), y)
+            model.engine.backward(loss) if m is net else (loss / 2).backward()
+        optimizer.step()
+        told.append([espalier.full_tensor(p).detach() for p in m.parameters()])
+    assert all(
+        torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE) for ours, theirs in zip(*told, strict=True)
+    )
+
+
 def test_a_batch_by_itself(ranks: Any) -> None:
+    ranks(2, of_a_layer_that_came_later)
     ranks(2, by_itself)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -317,10 +318,14 @@ def drawn(rank: int, world: int, plans: list[dict[str, Any]]) -> None:
             assert told == pytest.approx(loop(plain, plain, theirs, seed), rel=1e-5, abs=1e-9), (plan, seed)
 
 
-def on_two(rank: int, world: int, folder: str) -> None:
-    unlike(rank, world)
+def beside(rank: int, world: int, folder: str) -> None:
+    warnings.simplefilter("ignore")  # of gradients of other stages, and of what is gathered
     of_states(rank, world, folder)
     where_none_are(rank, world)
+
+
+def on_two(rank: int, world: int) -> None:
+    unlike(rank, world)
     after_a_penalty(rank, world)
     of_averages(rank, world)
     drawn(rank, world, [{"pipe": 2}, {"pipe": 2, "accumulate": 2}])
@@ -333,5 +338,6 @@ def on_four(rank: int, world: int) -> None:
 
 
 def test_numbers_are_those_of_one_process(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, on_two, str(tmp_path))
+    ranks(2, beside, str(tmp_path))
+    ranks(2, on_two)
     ranks(4, on_four)
