@@ -39,6 +39,7 @@ def memory_by_rank(
     keeps[last] += costs.rest_kept
     is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
     whole = 2 * costs.block_bytes if is_cut else 0
+    is_sent_early = ranks > 1 and _sends_early(plan)
     alike: dict[tuple[float, float], tuple[float, float, float]] = {}  # ranks of a middle stage, mostly
     by_rank = []
     for rank, (size, kept, live) in enumerate(zip(sizes, keeps, lives, strict=True)):
@@ -47,16 +48,15 @@ def memory_by_rank(
             beside = max(whole / 2, _sending(plan, costs, size, ranks, kept))
             alike[size, kept] = (
                 size / ranks * here["parameters"] + whole if is_cut else size,
-                gradients / ranks + beside if plan.zero >= 2 or is_cut else gradients,
+                gradients / ranks + beside if is_sent_early or is_cut else gradients,
                 size * update.states / (ranks if plan.zero else 1),
             )
         parameters, gradients, states = alike[size, kept]
         activations = kept * live
         transient = costs.transient if rank == last else costs.transient / 4
         # whole gradients of one micro-batch come as its activations go
-        instead = (
-            min(gradients, activations) if plan.accumulate == 1 and plan.zero < 2 and not is_cut else 0.0
-        )
+        stay = is_sent_early or is_cut or plan.accumulate > 1
+        instead = 0.0 if stay else min(gradients, activations)
         # what comes for the update does so after the passes
         coming = min(going, states * (1 - here["states"])) - (activations + transient - instead)
         by_rank.append(
@@ -78,7 +78,7 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
         size: bytes of parameters of a rank, before the data axis cuts them.
         kept: bytes of a micro-batch's activations on it.
     """
-    if plan.zero < 2 or ranks == 1:
+    if ranks == 1 or not _sends_early(plan):
         return 0.0
     if plan.zero == 3:  # a chunk is a block, whose experts lie in one of their own
         experts = costs.block_experts
@@ -89,6 +89,11 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
     # a model without blocks has all of its activations in the rest
     blocks = sum(n for n, _ in chunks) // costs.block_bytes if costs.block_bytes else 0.0
     return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)
+
+
+def _sends_early(plan: Plan) -> bool:
+    """Whether gradients are cut as each chunk of them comes: of ZeRO-1 those of a single micro-batch are."""
+    return plan.zero >= 2 or (plan.zero == 1 and plan.accumulate == 1)
 
 
 def _rows(ranks: float) -> float:
