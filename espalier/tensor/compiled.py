@@ -335,8 +335,8 @@ def _once_only(run: Callable[[], Any]) -> Any:
     def refuse(_: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True through a compiled block: with torch {torch.__version__} it has no double "
-                "backward, and terms of it would be missing without a word. Leave compile out: "
+                f"create_graph=True through a compiled block: with torch {torch.__version__} it has no "
+                "double backward, and terms of it would be missing without a word. Leave compile out: "
                 "initialize(..., compile=False), or train.compile = false; or take torch 2.13 or newer."
             )
 
