@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from espalier.blocks import called, parameters_in
+from espalier.blocks import called, floats_as_parameters, parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count, with_labels
 from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
@@ -241,17 +241,6 @@ def refuse_stand_ins(module: nn.Module) -> None:
         )
 
 
-def _floats_as_parameters(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A copy's inputs in the dtype of its parameters, as the engine gives them to the model."""
-    dtype = next((p.dtype for p in parameters_in(module) if p.is_floating_point()), None)
-
-    def cast(x: Any) -> Any:
-        is_float = isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None
-        return x.to(dtype) if is_float else x
-
-    return tree_map(cast, args), tree_map(cast, kwargs)
-
-
 def plain_output(output: Any) -> Any:
     """A model's output with whole tensors, of this rank alone."""
 
@@ -381,7 +370,7 @@ class Passes(ABC):
         """A copy of the model as it lies, which no engine trains."""
         model: nn.Module = copy.deepcopy(self.call.module, memo)
         if self.plan.precision.parameters is not None:
-            model.register_forward_pre_hook(_floats_as_parameters, with_kwargs=True)
+            model.register_forward_pre_hook(floats_as_parameters, with_kwargs=True)
         return model
 
     @abstractmethod

@@ -55,8 +55,8 @@ _OTHERS = {
 _OF_TWO = ("send", "isend", "recv", "irecv")
 # before torch 2.13; not isend and irecv, which torch compares with what it knows by these names
 _UNASKING = (
-    "all_gather_coalesced all_reduce_coalesced all_to_all broadcast gather recv reduce reduce_scatter scatter "
-    "send"
+    "all_gather_coalesced all_reduce_coalesced all_to_all broadcast gather recv reduce reduce_scatter "
+    "scatter send"
 ).split()
 _ALIKE = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
