@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -663,8 +663,7 @@ def group_among(ranks: Sequence[int], *, by_pairs: bool = False) -> dist.Process
     options = of_further_groups(world, by_pairs)
     with having(world, bound_device_id=None):
         group: Any = dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
-    assert isinstance(group, dist.ProcessGroup)  # its members alone call this
-    return group
+    return cast("dist.ProcessGroup", group)  # its members alone call this
 
 
 def _check_backends(groups: Sequence[dist.ProcessGroup | None], device_type: str) -> None:

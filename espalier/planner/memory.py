@@ -39,30 +39,33 @@ def memory_by_rank(
     keeps[last] += costs.rest_kept
     is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
     whole = 2 * costs.block_bytes if is_cut else 0
+    has_masters = plan.precision.parameters is not None
     is_sent_early = ranks > 1 and _sends_early(plan)
-    alike: dict[tuple[float, float], tuple[float, float, float]] = {}  # ranks of a middle stage, mostly
+    # ranks of a middle stage, mostly
+    alike: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     by_rank = []
     for rank, (size, kept, live) in enumerate(zip(sizes, keeps, lives, strict=True)):
         if (size, kept) not in alike:
             gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
-            beside = max(whole / 2, _sending(plan, costs, size, ranks, kept))
+            sending = max(whole / 2, _sending(plan, costs, size, ranks, kept))
             alike[size, kept] = (
                 size / ranks * here["parameters"] + whole if is_cut else size,
-                gradients / ranks + beside if is_sent_early or is_cut else gradients,
+                gradients / ranks if is_sent_early or is_cut else gradients,
+                sending if is_sent_early or is_cut else 0.0,
                 size * update.states / (ranks if plan.zero else 1),
             )
-        parameters, gradients, states = alike[size, kept]
+        parameters, own, beside, states = alike[size, kept]
         activations = kept * live
         transient = costs.transient if rank == last else costs.transient / 4
-        # whole gradients of one micro-batch come as its activations go
-        stay = is_sent_early or is_cut or plan.accumulate > 1
-        instead = 0.0 if stay else min(gradients, activations)
-        # what comes for the update does so after the passes
-        coming = min(going, states * (1 - here["states"])) - (activations + transient - instead)
+        # gradients of one micro-batch come as its activations go
+        instead = 0.0 if plan.accumulate > 1 else min(own, activations)
+        # what comes for the update does so after the passes; masters take whole gradients in their own dtype
+        wide = own if has_masters and (plan.zero == 0 or ranks == 1) and not is_cut else 0.0
+        coming = max(min(going, states * (1 - here["states"])), wide) - (activations + transient - instead)
         by_rank.append(
             {
                 "parameters": parameters,
-                "gradients": gradients - instead,
+                "gradients": own + beside - instead,
                 "states": states * here["states"] + max(0.0, coming),
                 "activations": activations,
                 "transient": transient,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
 from espalier.tensor.dry_runs import Recalled, flop_counts
-from espalier.torch_private import DispatchMode, raw, schema_of
+from espalier.tensor.live_memory import LiveMemory
+from espalier.torch_private import DispatchMode, getter, raw, schema_of
 from espalier.trees import tensors_in
 
 # views by other names
@@ -34,6 +36,7 @@ _CAUSAL = " (causal)"
 # these products add to what they are given first
 _ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
+_grad = getter("grad")
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -98,7 +101,7 @@ class Recording:
         parameters: bytes of this rank's.
         held: bytes that live before the step: parameters, states.
         kept: bytes more that live between forward and backward.
-        peak: the most bytes that live at once in forward and backward.
+        peak: the most bytes that live at once in forward and backward, beside finished gradients.
         carried: bytes that go between the device and other places, by phase, kind and way.
     """
 
@@ -166,7 +169,7 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
             engine.accumulate(engine.cut(batch))
             engine.step()
     memory, mode = engine.watch().live, _Recorder()
-    with work, memory:
+    with work, memory, _gradients_aside(engine, memory):
         memory.phase = "forward"
         held, kept = memory.now, [0]
         carried, seen = Counter[tuple[str, str, str]](), [engine.carried()]
@@ -195,6 +198,28 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
     peak = max(memory.peaks.get(name, 0) for name in ("forward", "backward"))
     parameters = sum(map(local_bytes, parameters_in(engine.module)))
     return Recording(tuple(mode.events), parameters, held, kept[0], peak, dict(carried))
+
+
+@contextmanager
+def _gradients_aside(engine: Engine, memory: LiveMemory) -> Iterator[None]:
+    """While open, a gradient that is there counts in no peak: plans cut them, and send them early."""
+    counted: set[int] = set()
+
+    def came(p: torch.Tensor) -> None:
+        with raw():
+            grad = _grad(p)
+        if grad is not None and id(p) not in counted:  # else it is sent already
+            counted.add(id(p))
+            memory.aside += grad.nbytes
+
+    with raw():
+        trained = [p for p in parameters_in(engine.module) if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(came) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Recorder(DispatchMode):

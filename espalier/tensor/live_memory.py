@@ -27,6 +27,7 @@ class LiveMemory(TorchDispatchMode):
         peak: the most bytes that have lived at once.
         peak_at: the phase then.
         peaks: of each phase.
+        aside: bytes that live, and count in no peak from now on.
 
     Args:
         resized: storages whose owners change their sizes; these are read after every operation.
@@ -40,6 +41,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
         self.peak_at = ""
         self.peaks: dict[str, int] = {}
+        self.aside = 0
         self._live = _Live()
         self._resized = list(resized)
         self._live.sizes.update((memory_id(storage), 0) for storage in self._resized)
@@ -56,7 +58,7 @@ class LiveMemory(TorchDispatchMode):
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, torch.Tensor):
                 self.hold(x)
-        now = self.now
+        now = self.now - self.aside
         if now > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = now
         if now > self.peak:

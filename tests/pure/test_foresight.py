@@ -552,21 +552,27 @@ def test_what_does_not_fit_when_run_dry_is_left_out(recorder: Recorder) -> None:
     assert all(x.prediction not in nothing.best for x in runs)
 
 
-def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
-    """Both were counted."""
+PEAKS = (
+    Plan(data=2),
+    Plan(data=4, zero=1, recompute="full"),
+    Plan(data=4, zero=1, recompute="full", accumulate=2),
+    Plan(data=4, zero=2, precision="bfloat16", recompute="full"),
+    Plan(data=2, precision="bfloat16", recompute="full"),
+    Plan(data=2, zero=3),
+)
+
+
+def test_memory_is_that_of_dry_runs() -> None:
+    """Gradients come as activations go, of ZeRO-1 and 2 cut; masters take whole ones in their own dtype."""
     with torch.device("meta"):
-        net = GPT(GPTConfig(vocab_size=64, max_positions=64, layers=4, hidden=64, heads=2))
+        net = GPT(GPTConfig(vocab_size=64, max_positions=64, layers=8, hidden=128, heads=2))
         x = torch.empty(8, 64, dtype=torch.int64)
     optimizer, batch = torch.optim.AdamW(net.parameters()), {"input_ids": x, "labels": x}
     recorder = Recorder(net, optimizer, batch, {})
-    # with ZeRO-1 they are cut as they come
-    for plan, off in (
-        (Plan(data=2), 0.03),
-        (Plan(data=4, zero=1, chunk_megabytes=0.1, recompute="full"), 0.1),
-    ):
+    for plan in (plan.model_copy(update={"chunk_megabytes": 0.1}) for plan in PEAKS):
         told = Search(recorder, H100, plan, ranks=plan.data).of(plan)
         dry = dry_run(net, plan, batch, optimizer=optimizer)
-        assert told.bytes == pytest.approx(dry.peak_bytes, rel=off), plan
+        assert told.bytes == pytest.approx(dry.peak_bytes, rel=0.04), plan
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-h1", 1), ("zbv", 2)])

@@ -176,10 +176,10 @@ def test_lists_of_tensors() -> None:
 
 def test_doctor_tells_of_a_torch_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a note, with what to do."""
-    for version, state in (("2.13.0+cpu", "good"), ("2.15.0+cu130", "note")):
+    for version, state in (("2.13.0+cpu", "good"), ("2.15.0+cu132", "good"), ("2.16.0+cu132", "note")):
         monkeypatch.setattr(torch, "__version__", version)
         found = doctor._torch()[0]
         assert (found.what, found.state, found.fix) == ("torch", state, None), found
-    assert "2.11 to 2.13" in found.observed and "torch==2.13.*" in found.remedy
+    assert "2.11 to 2.15" in found.observed and "torch==2.15.*" in found.remedy
     monkeypatch.setattr(torch, "__version__", "2.9.0")
     assert doctor._torch()[0].state == "wrong"
