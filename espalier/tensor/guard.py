@@ -390,7 +390,7 @@ def _may_hold(constraint: Any, value: DTensor, check: Callable[[Any, Any], Any])
     layout, here = value._layout, plain(value)
     cut = {d for d, axes in enumerate(layout.cuts) if any(layout.mesh.shape[a] > 1 for a in axes)}
     unknown = torch.ones((), dtype=torch.bool, device=here.device)
-    if not layout.is_firm or layout.own is not layout:
+    if not layout.is_firm or layout.own is not layout or not here.numel():
         return unknown
     if not any(d >= value.ndim - constraint.event_dim for d in cut):
         several = isinstance(constraint, (constraints.cat, constraints.stack))
