@@ -177,9 +177,8 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def loses_second_derivatives() -> bool:
-    """Whether a compiled graph leaves terms of gradients of gradients out without a word: torch 2.11 did."""
-    return _version() < (2, 13)
+LOSES_SECOND_DERIVATIVES = _version() < (2, 13)
+"""Whether a compiled graph leaves terms of gradients of gradients out without a word: torch 2.11 did."""
 
 
 def getter(name: str) -> Callable[[torch.Tensor], Any]:

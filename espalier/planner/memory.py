@@ -40,18 +40,16 @@ def memory_by_rank(
     is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
     whole = 2 * costs.block_bytes if is_cut else 0
     has_masters = plan.precision.parameters is not None
-    is_sent_early = ranks > 1 and _sends_early(plan)
     # ranks of a middle stage, mostly
     alike: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     by_rank = []
     for rank, (size, kept, live) in enumerate(zip(sizes, keeps, lives, strict=True)):
         if (size, kept) not in alike:
             gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
-            sending = max(whole / 2, _sending(plan, costs, size, ranks, kept))
             alike[size, kept] = (
                 size / ranks * here["parameters"] + whole if is_cut else size,
-                gradients / ranks if is_sent_early or is_cut else gradients,
-                sending if is_sent_early or is_cut else 0.0,
+                gradients / ranks if _sends_early(plan, ranks) else gradients,
+                max(whole / 2, _sending(plan, costs, size, ranks, kept)),
                 size * update.states / (ranks if plan.zero else 1),
             )
         parameters, own, beside, states = alike[size, kept]
@@ -81,7 +79,7 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
         size: bytes of parameters of a rank, before the data axis cuts them.
         kept: bytes of a micro-batch's activations on it.
     """
-    if ranks == 1 or not _sends_early(plan):
+    if not _sends_early(plan, ranks):
         return 0.0
     if plan.zero == 3:  # a chunk is a block, whose experts lie in one of their own
         experts = costs.block_experts
@@ -94,9 +92,9 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
     return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)
 
 
-def _sends_early(plan: Plan) -> bool:
+def _sends_early(plan: Plan, ranks: float) -> bool:
     """Whether gradients are cut as each chunk of them comes: of ZeRO-1 those of a single micro-batch are."""
-    return plan.zero >= 2 or (plan.zero == 1 and plan.accumulate == 1)
+    return ranks > 1 and (plan.zero >= 2 or (plan.zero == 1 and plan.accumulate == 1))
 
 
 def _rows(ranks: float) -> float:

@@ -36,8 +36,8 @@ _CAUSAL = " (causal)"
 # these products add to what they are given first
 _ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
-_grad = getter("grad")
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_grad = getter("grad")
 
 
 class Op(NamedTuple):

@@ -49,13 +49,13 @@ from espalier.tensor.ways import Ways
 from espalier.texts import expect
 from espalier.torch_private import (
     HOOKS,
+    LOSES_SECOND_DERIVATIVES,
     aot_eager,
     compile_call,
     compiler,
     forward_hooks,
     getter,
     inductor,
-    loses_second_derivatives,
     memory_id,
     method,
     raw,
@@ -276,7 +276,7 @@ class Region:
                 if variant.written and _share_memory(inputs, variant.written):
                     return written  # traced as if each had memory of its own
                 run = partial(variant.run, leaves, inputs)
-                return "graph", partial(_once_only, run) if loses_second_derivatives() else run
+                return "graph", partial(_once_only, run) if LOSES_SECOND_DERIVATIVES else run
         if variants.are_refused:
             return written
         if variants.count < _LIMIT and all(map(_compilable, leaves)):
@@ -315,10 +315,7 @@ class Region:
                     "create_graph=True through it, and compiled graphs have no gradients of gradients."
                 )
 
-        with raw():
-            for x in flatten(out)[0]:
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x.register_hook(seen)
+        _at_gradients(out, seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # a copy of a module is not its owner
@@ -341,11 +338,16 @@ def _once_only(run: Callable[[], Any]) -> Any:
             )
 
     out = run()
+    _at_gradients(out, refuse)
+    return out
+
+
+def _at_gradients(out: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have this called with each gradient that comes to what a region gave."""
     with raw():
         for x in flatten(out)[0]:
             if isinstance(x, torch.Tensor) and x.requires_grad:
-                x.register_hook(refuse)
-    return out
+                x.register_hook(hook)
 
 
 @dataclass

@@ -243,8 +243,6 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             return handle_torch_function(backward, foreign, tensors, grad_tensors, *args, **kwargs)
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = _ends(kwargs["inputs"])
-        if type(tensors) is torch.Tensor:
-            return original(tensors, grad_tensors, *args, **kwargs)
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         if not any(type(x) is DTensor for x in roots):
             return original(tensors, grad_tensors, *args, **kwargs)

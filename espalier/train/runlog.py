@@ -388,8 +388,8 @@ def tell_of_end(folder: Path, kind: str, text: str, since: float = 0.0) -> None:
     events.append(asdict(Event(kind, text, step, _now())))
     write_file(folder / "events.jsonl", "".join(json.dumps(x) + "\n" for x in events).encode(), last=False)
     if kind == "failed":
-        text = json.dumps({**head, "status": kind, "updated": _now()}, default=str)
-        write_file(folder / "run.json", text.encode(), last=False)
+        facts = json.dumps({**head, "status": kind, "updated": _now()}, default=str)
+        write_file(folder / "run.json", facts.encode(), last=False)
     write_page(folder)
 
 
