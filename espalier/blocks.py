@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from espalier.torch_private import parameters_within
-from espalier.trees import tree_map
 
 Call = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -190,14 +189,3 @@ def as_it_was(module: nn.Module) -> None:
         if before is not None:
             is_method = isinstance(before, MethodType)
             module.forward = MethodType(before.__func__, module) if is_method else before
-
-
-def floats_as_parameters(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Inputs of a module in the dtype of its parameters, for a hook before its forward."""
-    dtype = next((p.dtype for p in parameters_in(module) if p.is_floating_point()), None)
-
-    def cast(x: Any) -> Any:
-        is_float = isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None
-        return x.to(dtype) if is_float else x
-
-    return tree_map(cast, args), tree_map(cast, kwargs)

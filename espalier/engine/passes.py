@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from espalier.blocks import called, floats_as_parameters, parameters_in
+from espalier.blocks import called, parameters_in
 from espalier.device import has_peak
 from espalier.engine.accumulation import Accumulation, Count, with_labels
 from espalier.engine.backward_hooks import BackwardHooks, gone_back, times
@@ -41,7 +41,7 @@ from espalier.parallel import Arrangement, Plan, arrange, everywhere
 from espalier.parallel.compose import Stages
 from espalier.parallel.data.gradients import gradient_of
 from espalier.parallel.data.zero import ZeroState
-from espalier.parallel.pipeline.arguments import leaves, mapped
+from espalier.parallel.pipeline.arguments import floats_as_parameters, leaves, mapped
 from espalier.parallel.pipeline.record import TorchState
 from espalier.parallel.tensor.infer import Sample
 from espalier.tensor import DTensor, full_tensor, stamp

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from espalier.blocks import parameters_in
 from espalier.trees import leaves as leaves_of
 from espalier.trees import tree_map
 
@@ -52,3 +54,14 @@ def leaves(tree: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
 def cloned(tree: Any) -> Any:
     """The same, of tensors that may be written to."""
     return mapped(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+
+def floats_as_parameters(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Inputs of a module in the dtype of its parameters, for a hook before its forward."""
+    dtype = next((p.dtype for p in parameters_in(module) if p.is_floating_point()), None)
+
+    def cast(x: Any) -> Any:
+        is_float = isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None
+        return x.to(dtype) if is_float else x
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
