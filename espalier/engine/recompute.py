@@ -168,7 +168,9 @@ def _checkpointed(
     again = _BlockCall(own, tree, tensors)
     with raw():
         given = [plain(x) for x in tensors]
-    return checkpoint(again, *given, use_reentrant=False, context_fn=contexts)
+    out = checkpoint(again, *given, use_reentrant=False, context_fn=contexts)
+    torch.clear_autocast_cache()  # which would keep what was cast of the block until the forward pass ends
+    return out
 
 
 class StageRecomputation:

@@ -82,6 +82,7 @@ class Costs:
         waiting: what a backward pass that is divided holds of gradients between its two parts, as a share of
             what is kept: of the outputs of products and norms, from which weights' gradients are taken.
         block_experts: bytes of a block's experts on a rank, which are among its parameters.
+        block_casts: of what a block keeps, what autocast has made of parameters, of which ZeRO-3 keeps none.
     """
 
     block: Counts
@@ -93,6 +94,7 @@ class Costs:
     transient: int
     waiting: float = 0.0
     block_experts: float = 0.0
+    block_casts: int = 0
 
     def sent(self, micro_batches: int, layers: int) -> dict[str, float]:
         """Bytes that passes through so many blocks and the rest send, by axis."""
@@ -392,7 +394,20 @@ class Recorder:
             max(0, over - _SHALLOW * (more - over)),
             sum(n * _output(op) for op, n in block.get("forward", {}).items()) / kept if kept > 0 else 0.0,
             self._expert_bytes(cell),
+            self._block_casts(cell),
         )
+
+    def _block_casts(self, cell: Cell) -> int:
+        """Bytes that a block keeps of parameters that autocast has cast: what it keeps whatever the rows."""
+        if Plan(**cell.plan).precision.autocast is None:
+            return 0
+        rows = self._recorded(cell)[0]
+        shallow, deep = (
+            2 * self._run(replace(cell, rows=rows), depth).kept
+            - self._run(replace(cell, rows=2 * rows), depth).kept
+            for depth in self._depths()
+        )
+        return max(0, deep - shallow)
 
     def _expert_bytes(self, cell: Cell) -> float:
         """Bytes of a block's experts on a rank."""

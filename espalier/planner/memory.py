@@ -35,9 +35,10 @@ def memory_by_rank(
     """
     here = {kind: share_here(plan.offload, kind) for kind in plan.offload.shares}
     going = under_way(plan, update, ranks, costs.block_bytes, has_kernel)
-    keeps = [float(n * costs.block_kept) for n in blocks]
-    keeps[last] += costs.rest_kept
     is_cut = plan.zero == 3 or (ranks == 1 and here["parameters"] < 1)
+    block_kept = costs.block_kept - (costs.block_casts if is_cut else 0)
+    keeps = [float(n * block_kept) for n in blocks]
+    keeps[last] += costs.rest_kept
     whole = 2 * costs.block_bytes if is_cut else 0
     has_masters = plan.precision.parameters is not None
     # ranks of a middle stage, mostly

@@ -42,8 +42,9 @@ from espalier.tensor.fallback import (
     torch_error,
     writes,
 )
-from espalier.tensor.inputs import Move, Path, moved_by, note_addends, shard_of, sum_in_place
+from espalier.tensor.inputs import Move, Path, at, moved_by, note_addends, put, shard_of, sum_in_place
 from espalier.tensor.meshes import SeveralMeshesError, mesh_of, together
+from espalier.tensor.nothing import RunnerOfNothing
 from espalier.tensor.observers import DOOR, shown
 from espalier.tensor.rules import RULES
 from espalier.tensor.rules.joint_failure import fail_together
@@ -87,6 +88,8 @@ class CachedCall:
     def __init__(self, spec: Spec, placed: Placed, operands: list[Operand], is_view: bool) -> None:
         self.placed = placed
         self.run = spec.run if spec.when is None or spec.when(placed) else None
+        if self.run is not None and placed.lacks():
+            self.run = RunnerOfNothing(self.run, [(o.path, o.layout.shape) for o in operands])
         self.marked = any(may_be_empty(layout) for layout in (*placed.ins, *placed.outs))
         self.tail = spec.tail(placed) if spec.tail is not None else None
         self.outs = placed.outs
@@ -542,14 +545,6 @@ def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return enter_or_gather(func, args, kwargs, mesh)
 
 
-def at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
-    """The argument, or part of one, that a path leads to."""
-    value: Any = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
-    for i in path[1:]:
-        value = value[i]
-    return value
-
-
 DTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]
 
 
@@ -597,22 +592,6 @@ def told(a: Any) -> Any:
     if t in (tuple, list, torch.Size, dict):
         return tuple([told(x) for x in (a.values() if t is dict else a) if type(x) in TOLD])
     return a if t in (float, complex) else None
-
-
-def put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
-    """A call's arguments with another value where a path leads."""
-    if isinstance(path[0], str):
-        return args, {**kwargs, path[0]: _replaced(kwargs[path[0]], path[1:], value)}
-    i = path[0]
-    return (*args[:i], _replaced(args[i], path[1:], value), *args[i + 1 :]), kwargs
-
-
-def _replaced(tree: Any, path: Path, value: Any) -> Any:
-    if not path:
-        return value
-    parts = list(tree)
-    parts[path[0]] = _replaced(parts[path[0]], path[1:], value)
-    return type(tree)(parts)
 
 
 # ---- arguments given by torch's names for them, which a rule's parameters need not have

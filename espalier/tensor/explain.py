@@ -26,8 +26,9 @@ from espalier.layout import Layout, local_box
 from espalier.layout.layout import AxisState, D, R, is_partial, state_name
 from espalier.mesh import Mesh
 from espalier.sharding.solve import Choice, choices
-from espalier.tensor.dispatch import ask, at
+from espalier.tensor.dispatch import ask
 from espalier.tensor.dtensor import DTensor, plain
+from espalier.tensor.inputs import at
 from espalier.tensor.observers import (
     Trail,
     Watcher,

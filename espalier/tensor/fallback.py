@@ -25,7 +25,7 @@ from espalier.layout import Layout, gradient_layout, same_data
 from espalier.layout.layout import R
 from espalier.meanwhile import setting
 from espalier.mesh import Mesh
-from espalier.tensor.dry_autocast import answered_for_meta
+from espalier.tensor.dry_autocast import answered_for_meta, autocast_dtype
 from espalier.tensor.dtensor import (
     DTensor,
     absent,
@@ -268,7 +268,10 @@ def _error_on(
         return x() if type(x) is functools.partial and x.func is _blank else x
 
     described = tree_map(describe, (args, kwargs))
-    with _unseen():
+    lows = (autocast_dtype(x.device.type) for x in tensors_in((args, kwargs)))
+    low = next((dtype for dtype in lows if dtype is not None), None)
+    casts = nullcontext() if device == "meta" or low is None else torch.autocast(device, low)
+    with uncounted(), casts:
         args, kwargs = tree_map(make, described)
         try:
             # device="cpu" may be among the arguments, and then random functions draw
@@ -292,7 +295,7 @@ def _blank(
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def uncounted() -> Iterator[None]:
     """While open, what others count (operations, memory, saved tensors), or record, is not counted."""
     hooked = saved_tensors_hooks(True) is not None
     with (

@@ -159,3 +159,30 @@ def shard_of(x: torch.Tensor, moved: torch.Tensor, m: Move) -> Shard:
     if known is None:
         known = moved._shard = hold(x, moved, m.src, m.dst)  # type: ignore[attr-defined]
     return known
+
+
+# ---- arguments by where they stand
+
+
+def at(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> Any:
+    """The argument, or part of one, that a path leads to."""
+    value: Any = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+    for i in path[1:]:
+        value = value[i]
+    return value
+
+
+def put(args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any) -> tuple[Any, Any]:
+    """A call's arguments with another value where a path leads."""
+    if isinstance(path[0], str):
+        return args, {**kwargs, path[0]: _replaced(kwargs[path[0]], path[1:], value)}
+    i = path[0]
+    return (*args[:i], _replaced(args[i], path[1:], value), *args[i + 1 :]), kwargs
+
+
+def _replaced(tree: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    parts = list(tree)
+    parts[path[0]] = _replaced(parts[path[0]], path[1:], value)
+    return type(tree)(parts)

@@ -31,6 +31,7 @@ from espalier.layout import Layout
 from espalier.mesh import Mesh
 from espalier.tensor.dtensor import plain
 from espalier.torch_private import (
+    base_of,
     current_graph_task_id,
     keeps_graph,
     let_traces_pass_saving_hooks,
@@ -252,6 +253,21 @@ def saving_places(mesh: Mesh) -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(partial(_place_of, mesh.emptied), _filled)
 
 
+def saving_sources(mesh: Mesh, low: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks | None:
+    """Hooks by which autograd saves, in place of what autocast has made of a parameter, where that lies.
+
+    Of those parameters alone whose memory is emptied between its uses (``mesh.emptied``): a cast would stay
+    whole, and is made again for the backward pass. None where no graph is made, others have a say in what
+    is kept, or a program is recorded.
+
+    Args:
+        low: the dtype that autocast casts to.
+    """
+    if not torch.is_grad_enabled() or outer_hooks(True) is not None or recorders():
+        return None
+    return _Saving(passed_over(partial(_source_of, mesh.emptied, low), None), _filled)
+
+
 class _Emptied:
     """Where a tensor lies in a memory that may be emptied, until it is asked for."""
 
@@ -271,7 +287,46 @@ def _place_of(emptied: Mapping[int, Any], x: torch.Tensor) -> torch.Tensor | _Em
         return x if memory is None else _Emptied(memory, plain(x.detach()))
 
 
-def _filled(kept: torch.Tensor | _Emptied) -> torch.Tensor:
+class _Cast(NamedTuple):
+    """Of which parameter a tensor is a cast, or a view of one, and where that lies."""
+
+    leaf: torch.Tensor
+    version: int
+    source: _Emptied
+    dtype: torch.dtype
+    geometry: tuple[Any, ...]
+
+    def get(self) -> torch.Tensor:
+        whole = self.source.get()
+        if version_of(self.leaf) != self.version:
+            raise RuntimeError(
+                "A parameter was written to between a forward pass under autocast and its backward, which "
+                "needs it as it was: it is cut by the plan, and no copy is kept. Take the step after the "
+                "backward pass, or call the model again."
+            )
+        return whole.to(self.dtype).as_strided(*self.geometry)
+
+
+def _source_of(emptied: Mapping[int, Any], low: torch.dtype, x: torch.Tensor) -> torch.Tensor | _Cast:
+    if x.dtype is not low:
+        return x
+    with raw():
+        base = base_of(x)
+        node = (x if base is None else base).grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return x
+        before = node.next_functions[0][0]
+        if before is not None and before.name() == "AliasBackward0":  # a dry run's is without its class
+            before = before.next_functions[0][0]
+        leaf = getattr(before, "variable", None)
+        memory = None if leaf is None else emptied.get(memory_id(leaf))
+        if leaf is None or memory is None:
+            return x
+        lies = _Emptied(memory, plain(leaf.detach()))
+        return _Cast(leaf, version_of(leaf), lies, low, (x.shape, x.stride(), x.storage_offset()))
+
+
+def _filled(kept: torch.Tensor | _Emptied | _Cast) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     with raw(), torch.no_grad():

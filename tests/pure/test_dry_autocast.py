@@ -111,3 +111,23 @@ def test_copies_of_parameters_live_as_long_as_real_ones() -> None:
     assert espalier.dry_run(nets[1], plan, told, optimizer=optimizer).peak_bytes == pytest.approx(
         watch.peak, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("plan", [{"zero": 3}, {"recompute": "full", "accumulate": 2}])
+def test_casts_of_parameters_go_with_what_uses_them(plan: dict[str, Any]) -> None:
+    """So a layer more adds nothing but its parts of parameters, gradients and states, and its input."""
+    peaks = []
+    for layers in (4, 8):
+        with torch.device("meta"):
+            net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))
+            x = torch.empty(32, 256)
+        told = espalier.dry_run(
+            net,
+            {"data": 8, "precision": "autocast-bfloat16", "chunk_megabytes": 0.01, **plan},
+            (x, x),
+            optimizer=torch.optim.SGD(net.parameters()),
+            loss_fn=F.mse_loss,
+        )
+        peaks.append(told.peak_bytes)
+    held = 4 * 256 * 256 * (2 / 8 if "zero" in plan else 2)
+    assert peaks[1] - peaks[0] < 4 * (held + 256 * 256)  # a cast has twice as many bytes as elements

@@ -559,6 +559,8 @@ PEAKS = (
     Plan(data=4, zero=2, precision="bfloat16", recompute="full"),
     Plan(data=2, precision="bfloat16", recompute="full"),
     Plan(data=2, zero=3),
+    Plan(data=4, zero=3, precision="autocast-bfloat16"),
+    Plan(data=4, recompute="full", precision="autocast-bfloat16", accumulate=2),
 )
 
 

@@ -6,14 +6,17 @@ import copy
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import espalier
+from espalier import Replicate, Shard
 from espalier.comm.collectives import sum_whole
 from espalier.engine.norm import LossScaler
 from espalier.parallel.plan import LossScale
@@ -287,6 +290,70 @@ def test_autocast(ranks: Any, dtype: str) -> None:
     ranks(1, autocasts, {}, dtype)
     ranks(4, autocasts, {"data": 4, "zero": 3}, dtype)
     ranks(4, autocasts, {"data": 2, "tensor": 2, "zero": 1}, dtype)
+
+
+class Reused(nn.Module):
+    """Uses parameters as they are, transposed, in parts, and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(2, 8, 8) / 3)
+        self.inner, self.conv, self.head = nn.Linear(8, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("bli,hio->blo", x, self.heads)
+        x = x @ self.inner.weight.T + F.linear(x, self.inner.weight[:, :8]) + self.inner(x)
+        x = self.conv(x.mT).mean(2)
+        return self.head(x) + F.linear(x, self.head.weight)
+
+
+def casts_again(rank: int, world: int) -> None:
+    """What is cast of a parameter for its forward pass is cast anew for its backward: it was written to."""
+    found = []
+    for plan in ({"data": 2}, {"data": 2, "zero": 3, "chunk_megabytes": 1e-4}):
+        torch.manual_seed(0)
+        net, data = Reused(), (torch.randn(4, 5, 8), torch.arange(4) % 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        low = {"precision": "autocast-bfloat16"}
+        engine = espalier.initialize(net, optimizer, {**plan, **low}, loss_fn=F.cross_entropy)
+        found.append([engine.train_step(data) for _ in range(3)])
+        loss = engine(data)
+        with torch.no_grad():
+            net.inner.weight.mul_(2)
+        expected = (
+            nullcontext() if "zero" not in plan else pytest.raises(RuntimeError, match="written to between")
+        )
+        with expected:
+            engine.backward(loss)
+    assert found[0] == found[1]
+
+
+def test_casts_again(ranks: Any) -> None:
+    ranks(2, casts_again)
+
+
+def casts_nothing(rank: int, world: int) -> None:
+    """A rank without rows computes in the dtype of the others."""
+    mesh = espalier.Mesh.from_env({"data": world})
+    x, weight = torch.randn(1, 4, 6, 6), torch.randn(4, 4, 3, 3)
+    calls: dict[Any, tuple[torch.Tensor, ...]] = {
+        F.conv2d: (x, weight),
+        F.scaled_dot_product_attention: (x, x, x),
+        partial(F.grid_sample, align_corners=False): (x.bfloat16(), torch.rand(1, 6, 6, 2)),
+    }
+    for function, given in calls.items():
+        cut = [[Shard(0)] if a.shape[0] == 1 else [Replicate()] for a in given]
+        ours = [espalier.distribute_tensor(a, mesh, places) for a, places in zip(given, cut, strict=True)]
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = function(*given), function(*ours)
+        assert found.to_local().dtype is expected.dtype and found.to_local().shape[0] == (rank == 0), function
+    low = espalier.distribute_tensor(x.bfloat16(), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="should be the same"):  # on all ranks
+        F.conv2d(low, espalier.distribute_tensor(weight, mesh, [Replicate()]))
+
+
+def test_casts_of_nothing(ranks: Any) -> None:
+    ranks(2, casts_nothing)
 
 
 def bytes_held(rank: int, world: int, plan: dict[str, Any]) -> tuple[int, ...]:

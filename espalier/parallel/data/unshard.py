@@ -23,8 +23,10 @@ from espalier.parallel.data.masters import merge, values_of
 from espalier.parallel.data.residency import MEMORIES, OffloadStore
 from espalier.parallel.data.stand_ins import ShardedStandIn, refuse_recorded, whole_of
 from espalier.tensor import plain, stamp
+from espalier.tensor.dry_autocast import autocast_dtype
 from espalier.tensor.dtensor import DTensor
 from espalier.tensor.loans import is_handed_out, keep_apart, stamp_alias, written_mark
+from espalier.tensor.saved import saving_sources
 from espalier.torch_private import (
     base_of,
     current_graph_task_id,
@@ -545,7 +547,7 @@ class Prefetcher:
             if module is not watched() or open_transform() is not None:  # that gathers what it meets
                 return None
             refuse_recorded()
-            call = _Call(self._need, used)
+            call = _Call(self._need, used, self.mesh)
             running.append(call)
             for g in used:
                 g.users += 1
@@ -560,6 +562,7 @@ class Prefetcher:
             if module is not watched() or not running or open_transform() is not None:
                 return None
             call = running.pop()
+            call.end()
             for g in used:
                 g.users -= 1
             before = out
@@ -750,8 +753,19 @@ class _Call:
     Within it modules may use the same, and be done before it is.
     """
 
-    def __init__(self, need: Callable[[Unsharded], None], used: Sequence[Unsharded]) -> None:
+    def __init__(self, need: Callable[[Unsharded], None], used: Sequence[Unsharded], mesh: Mesh) -> None:
         self._need, self._used = need, used
+        self._low = None if _in_backward() else autocast_dtype(used[0].chunk.device.type)
+        self._saving = None if self._low is None else saving_sources(mesh, self._low)
+        if self._saving is not None:
+            self._saving.__enter__()
+
+    def end(self) -> None:
+        """It has run: nothing of what autocast has made of its parameters may outlive them."""
+        if self._saving is not None:
+            self._saving.__exit__(None, None, None)
+        if self._low is not None:
+            torch.clear_autocast_cache()
 
     def needed(self, *_: Any) -> None:
         """Its backward begins; called once more for each output, and for what that is a view of."""

@@ -179,12 +179,11 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _refused(operands: tuple[Operand | None, ...], stride: Any, padding: Any, dilation: Any) -> bool:
+def _refused(stride: Any, padding: Any, dilation: Any) -> bool:
     """Whether torch refuses what a rank without work to do would not notice."""
-    mixed = len({x.dtype for x in operands if x is not None}) > 1
     edges = 0 if isinstance(padding, str) else padding
     step, gap, edge = (a if isinstance(a, int) else min(a) for a in (stride, dilation, edges))
-    return mixed or step < 1 or gap < 1 or edge < 0
+    return step < 1 or gap < 1 or edge < 0
 
 
 @rule_of_dims("conv{}d")
@@ -203,7 +202,7 @@ def convolution(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Spec | None:
-        if _refused((input, weight, bias), stride, padding, dilation):
+        if _refused(stride, padding, dilation):
             return None
         (shape,) = meta_shapes(_CONV[nd], input, weight, None, stride, padding, dilation, groups)
         options = stride, padding, dilation
@@ -227,7 +226,7 @@ def transposed(nd: int) -> Callable[..., Spec | None]:
         dilation: Any = 1,
     ) -> Spec | None:
         options = stride, padding, output_padding, groups, dilation
-        if _refused((input, weight, bias), stride, padding, dilation):
+        if _refused(stride, padding, dilation):
             return None
         (shape,) = meta_shapes(_CONV_TRANSPOSE[nd], input, weight, None, *options)
         return _spec(
