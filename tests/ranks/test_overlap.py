@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import espalier
-from espalier.parallel.data.unshard import Prefetcher, Unsharded
+from espalier.parallel.data.prefetch import Prefetcher
+from espalier.parallel.data.unshard import Unsharded
 from tests.ranks.test_engine import TOLERANCE, apart
 
 

@@ -37,9 +37,10 @@ from espalier.parallel.data.offloaded_step import (
     OptimizerStates,
     OptimizerStep,
 )
+from espalier.parallel.data.prefetch import Prefetcher
 from espalier.parallel.data.residency import Carried, OffloadStore, choose
 from espalier.parallel.data.stages import STAGES
-from espalier.parallel.data.unshard import Prefetcher, bring_home, home_of, show_pieces
+from espalier.parallel.data.unshard import bring_home, home_of, show_pieces
 from espalier.parallel.plan import PLACES, Offload, Plan, Updater
 from espalier.tensor import plain, stamp
 from espalier.tensor.deferred import lay_out_parameters
