@@ -107,6 +107,7 @@ TWO: Plans = {
         JUDGED | UNUSED,
     ),
     "bfloat16": ({"data": 2, "zero": 3, **LOW}, SINGLE, {}),
+    "autocast, zero 3": ({"data": 2, "zero": 3, "precision": "autocast-bfloat16"}, SINGLE, {}),
     "float8": ({"data": 2, "zero": 3, "precision": "float8"}, EIGHT, {}),
     "tensor": ({"tensor": 2}, {}, {}),
     "sequence": ({"tensor": 2, "sequence_parallel": True}, {}, {}),
