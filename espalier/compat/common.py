@@ -163,12 +163,15 @@ def make_folder_of(filename: str | Path) -> None:
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
-def precision_of(compute: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Any]:
-    """A plan's precision of the dtypes of parameters and of sums; scaling is the program's own affair."""
+def precision_of(
+    compute: torch.dtype | None, reduce: torch.dtype | None, buffers: torch.dtype | None = None
+) -> dict[str, Any]:
+    """A plan's precision of the dtypes of parameters, sums, buffers; scaling is the program's own affair."""
     low = compute if compute in (torch.bfloat16, torch.float16) else None
     precision: dict[str, Any] = {"compute": "float32" if low is None else dtype_name(low)}
-    if reduce is not None and reduce in (torch.float32, torch.bfloat16, torch.float16):
-        precision["reduce"] = dtype_name(reduce)
+    for key, dtype in (("reduce", reduce), ("buffers", buffers)):
+        if dtype is not None and dtype in (torch.float32, torch.bfloat16, torch.float16):
+            precision[key] = dtype_name(dtype)
     if low is torch.float16:
         precision["loss_scale"] = {"init_scale": 1.0, "growth_factor": 1.0}
     return precision

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from espalier.engine.passes import ModelCall
+from espalier.engine.model_call import ModelCall
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages

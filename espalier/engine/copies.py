@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from espalier.blocks import parameters_in
-from espalier.engine.passes import ModelCall
+from espalier.engine.model_call import ModelCall
 from espalier.engine.surface import bound
 from espalier.meanwhile import having
 from espalier.parallel.pipeline.arguments import cloned

@@ -19,7 +19,7 @@ from espalier.comm import Ledger, ledger
 from espalier.comm.dry import without_data
 from espalier.engine.accumulation import Count
 from espalier.engine.engine import Engine
-from espalier.engine.passes import LossFunction
+from espalier.engine.model_call import LossFunction
 from espalier.engine.recompute import Policy
 from espalier.engine.report import local_bytes, state_bytes
 from espalier.engine.start import initialize

@@ -43,8 +43,9 @@ from espalier.engine.full_model import full_copy
 from espalier.engine.given import Rows, check_export, check_prompt, check_rows, name_own, rows_in
 from espalier.engine.loader import Loader, Orders
 from espalier.engine.loads import Loads
+from espalier.engine.model_call import LossFunction, ModelCall
 from espalier.engine.norm import Guard, Judgement, LossScaler, Norm, Rider, clip_of
-from espalier.engine.passes import Direct, Judge, LossFunction, ModelCall, Passes, Phase
+from espalier.engine.passes import Direct, Judge, Passes, Phase
 from espalier.engine.recompute import Policy, chosen, recompute
 from espalier.engine.report import Memory, MoveOrder, PeakMemory, follow_peak
 from espalier.engine.seen import give_back, held_gradients

@@ -15,8 +15,9 @@ from espalier.comm.control import gather_objects
 from espalier.comm.dry import values_of
 from espalier.engine.accumulation import Accumulation, Number, is_given, tell_of_labels, with_labels
 from espalier.engine.batches import loss_of
+from espalier.engine.model_call import ModelCall, plain_output
 from espalier.engine.observing import Observers
-from espalier.engine.passes import ModelCall, Phase, plain_output
+from espalier.engine.passes import Phase
 from espalier.engine.recompute import StageRecomputation
 from espalier.engine.stage_draws import Draws, StageDraws
 from espalier.faults.watchdog import Watchdog
@@ -169,8 +170,12 @@ class MicroBatches:
         return tree_map(self._call.cast, self._call.parted(part)[0])
 
     def _called(self, program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
-        with self._call.autocast():
-            return program(received, inputs, runner)
+        try:
+            with self._call.autocast():
+                return program(received, inputs, runner)
+        except RuntimeError as error:
+            self._call.explain_dtypes(error)
+            raise
 
     def _runner(self, stage: int, micro_batch: int) -> Any:
         """What does a stage's steps on one rank, or some again; None: they are done on DTensors, once."""

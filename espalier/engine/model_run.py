@@ -25,6 +25,7 @@ from espalier.engine.call_states import CallStates, Surroundings, asked_after_st
 from espalier.engine.full_model import on_all_ranks, replaced, whole_output
 from espalier.engine.given_batches import GivenBatches
 from espalier.engine.late_draws import LateDraws
+from espalier.engine.model_call import LossFunction, plain_output
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
 from espalier.engine.output_rows import (
@@ -39,7 +40,7 @@ from espalier.engine.output_rows import (
     row_dim,
     way_of,
 )
-from espalier.engine.passes import Backward, Loss, LossFunction, Phase, plain_output
+from espalier.engine.passes import Backward, Loss, Phase
 from espalier.engine.waiting import WaitingForStages
 from espalier.meanwhile import having
 from espalier.mesh.parts import at

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from espalier.comm.control import any_says
-from espalier.engine.passes import ModelCall
+from espalier.engine.model_call import ModelCall
 from espalier.mesh import Mesh
 from espalier.parallel.compose import Stages
 from espalier.tensor.draws import Dice, Draw, States, draw_again, equal, restore, states

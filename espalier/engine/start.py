@@ -16,8 +16,8 @@ from espalier.engine.accumulation import Count
 from espalier.engine.compiling import compilable
 from espalier.engine.engine import Engine
 from espalier.engine.given import check_kinds, check_options
+from espalier.engine.model_call import LossFunction
 from espalier.engine.norm import Guard
-from espalier.engine.passes import LossFunction
 from espalier.engine.recompute import Policy
 from espalier.engine.tied import refuse_shared
 from espalier.engine.update import check_optimizer

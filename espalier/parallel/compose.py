@@ -201,7 +201,7 @@ def lay_out_model(
     data = _share_parameters(model, layouts, mesh, plan, optimizer)
     send_tokens(model)
     place_branches(model, layouts.branches, mesh)
-    _share_buffers(model, mesh)
+    _share_buffers(model, mesh, plan.precision.buffers)
     if layouts.chosen.sequence:
         inputs, asynchronous = blocks(model).values(), plan.async_tensor_parallel
         cut_sequences(model, layouts, mesh.axis("tensor"), inputs, asynchronous)
@@ -321,10 +321,13 @@ def _share_parameters(
         return ZeroState(model, layouts, mesh, plan, layouts.parts, optimizer, float8)
 
 
-def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
+def _share_buffers(model: nn.Module, mesh: Mesh, low: str | None) -> None:
     """Every rank has the first one's buffers, which stay plain tensors.
 
     What a module without parameters holds beside them, and moves itself, comes to the device, too.
+
+    Args:
+        low: the dtype to which those of floats are cast; None: none is.
     """
     home = mesh.within or mesh
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -334,7 +337,10 @@ def _share_buffers(model: nn.Module, mesh: Mesh) -> None:
         for name, b in own_buffers(module).items():
             if b is not None:
                 if id(b) not in shared:
-                    shared[id(b)] = b, _shared(b, home, mesh)
+                    whole = _shared(b, home, mesh)
+                    if low is not None and whole.is_floating_point():
+                        whole = whole.to(getattr(torch, low))
+                    shared[id(b)] = b, whole
                 own_buffers(module)[name] = shared[id(b)][1]
     for module in () if mesh.is_dry else model.modules():
         if converts_itself(module) and next(parameters_in(module), None) is None:

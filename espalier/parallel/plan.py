@@ -237,6 +237,7 @@ class Precision(Settings):
             8-bit floats, forward and backward, in the linear layers of the model's blocks.
         keep: patterns of the names of layers that stay in bfloat16 under ``"float8"``: ``"*.router"``.
         reduce: the dtype in which gradients travel and are summed; by default the parameters' own.
+        buffers: the dtype to which floating buffers are cast; by default they stay as given.
         loss_scale: settings of the loss scaling that every form of float16 has.
     """
 
@@ -245,6 +246,7 @@ class Precision(Settings):
     )
     keep: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     reduce: Literal["float32", "bfloat16", "float16"] | None = None
+    buffers: Literal["float32", "bfloat16", "float16"] | None = None
     loss_scale: LossScale = LossScale()
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier.engine.dry import check_dry
-from espalier.engine.passes import LossFunction
+from espalier.engine.model_call import LossFunction
 from espalier.parallel import Plan
 from espalier.parallel.plan import Precision
 from espalier.parallel.several import Optimizers, as_one

@@ -356,6 +356,43 @@ def test_casts_of_nothing(ranks: Any) -> None:
     ranks(2, casts_nothing)
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+def casts_buffers(rank: int, world: int, plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, data = Scaled(), torch.randn(4, 8)
+    expected = copy.deepcopy(net).bfloat16()(data.bfloat16()).sum().item()
+
+    def loss(precision: Any) -> float:
+        model = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(model.parameters())
+        engine = espalier.initialize(
+            model, optimizer, {**plan, "precision": precision}, loss_fn=lambda y, _: y.sum()
+        )
+        return float(engine.train_step((data, data)))
+
+    assert loss({"compute": "bfloat16", "buffers": "bfloat16"}) == pytest.approx(expected, rel=0.02)
+    with pytest.raises(RuntimeError, match="dtype") as met:
+        loss("bfloat16")
+    notes = "".join(met.value.__notes__)
+    assert "no buffers (scale)" in notes and '"buffers": "bfloat16"' in notes
+
+
+def test_buffers_are_cast_where_the_plan_says_so(ranks: Any) -> None:
+    for plan in ({"data": 2, "zero": 3}, {"pipe": 2, "cuts": ("second",)}):
+        ranks(2, casts_buffers, plan)
+
+
 def bytes_held(rank: int, world: int, plan: dict[str, Any]) -> tuple[int, ...]:
     """Elements; bytes of parameters, gradients before the step, masters and states."""
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

@@ -298,6 +298,8 @@ class _Reading:
         reduce = get("communication_data_type") or get("data_types.grad_accum_dtype")
         if reduce is not None and _DTYPES[reduce] != precision["compute"]:
             precision["reduce"] = _DTYPES[reduce]
+        if buffers := get("data_types.buffer_dtype"):
+            precision["buffers"] = _DTYPES[buffers]
         return precision
 
     def _scale(self) -> dict[str, Any]:

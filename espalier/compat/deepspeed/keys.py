@@ -143,12 +143,9 @@ _TABLE: Final = (
     *_yes(
         "data_types.",
         grad_accum_dtype=(Dtype, "`Precision(reduce=)`, where `communication_data_type` is not given"),
+        buffer_dtype=(Dtype, "`Precision(buffers=)`; else buffers stay as they are"),
     ),
-    *_no(
-        "data_types.",
-        "parameters and buffers have the dtype that fp16, bf16 or the model say",
-        "param_dtype buffer_dtype",
-    ),
+    *_no("data_types.", "parameters have the dtype that fp16, bf16 or the model say", "param_dtype"),
     *_no(
         "data_types.",
         "cast inside of the model what has to be float32; or use torch_autocast",

@@ -77,7 +77,7 @@ class FullyShardedDataParallel(LateModule):
         sharding_strategy: ``FULL_SHARD`` is ``zero=3``, ``SHARD_GRAD_OP`` 2, ``NO_SHARD`` 0; the hybrid ones
             copy between nodes (``LOCAL_WORLD_SIZE`` ranks each), or along ``device_mesh``'s first axis.
         cpu_offload: ``Plan(offload=...)``: pieces of parameters and gradients, and states, on the host.
-        mixed_precision: ``Plan(precision=...)``; ``buffer_dtype`` has no effect: buffers stay as they are.
+        mixed_precision: ``Plan(precision=...)``.
         device_mesh: of one axis, or of two: copies, pieces.
         auto_wrap_policy, backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, device_id,
         sync_module_states: no effect: parameters stay the program's own objects, with rank 0's values.
@@ -121,7 +121,8 @@ class FullyShardedDataParallel(LateModule):
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         said = sharding_of(strategy, cpu_offload, device_mesh)
         if mixed_precision is not None:
-            said["precision"] = precision_of(mixed_precision.param_dtype, mixed_precision.reduce_dtype)
+            dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype, mixed_precision.buffer_dtype
+            said["precision"] = precision_of(*dtypes)
         super().__init__(_unwrapped(module), "own", said, plan, mesh_of)
         self.mistakes += of_group(process_group)
         self._kind = _Kind()

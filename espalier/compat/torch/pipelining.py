@@ -25,8 +25,8 @@ from espalier.compat.torch.data_parallel import Said
 from espalier.compat.torch.fully import released
 from espalier.engine import Engine, initialize
 from espalier.engine.accumulation import Count
+from espalier.engine.model_call import plain_output
 from espalier.engine.module import optimizer_of
-from espalier.engine.passes import plain_output
 from espalier.engine.surface import bound
 from espalier.meanwhile import setting
 from espalier.mesh import Mesh
