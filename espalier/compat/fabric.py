@@ -7,8 +7,11 @@ layers read the same ones.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
@@ -30,7 +33,7 @@ from espalier.engine.awaited import Awaited
 from espalier.meanwhile import having
 from espalier.mesh import Mesh
 from espalier.parallel import Plan
-from espalier.tensor import DTensor
+from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real
 from espalier.texts import refuse
 
@@ -220,9 +223,76 @@ class EspalierStrategy(OnMesh, Theirs):
         """With plain whole tensors (a collective)."""
         return optimizer.state_dict()
 
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As ever (a collective); what else has optimizers or models in it (``{"scheduler": {"scheduler": x}}``)
+        has them as on one process, too: plain and whole."""
+        whole = {name: x if _has_states(x) else self._as_alone(x) for name, x in state.items()}
+        super().save_checkpoint(path, whole, *args, **kwargs)
+
+    def _as_alone(self, value: Any) -> Any:
+        """A copy of it, or itself where there is nothing of an engine's in it."""
+        apart = _Apart()
+        apart.dump(value)
+        if all(type(x) is torch.Tensor for x in apart.things):
+            return value
+        return apart.put_together([self._thing_alone(x) for x in apart.things])
+
+    def _thing_alone(self, thing: Any) -> Any:
+        if isinstance(thing, nn.Module):
+            known = [m.engine for m in self._modules if thing in (m, m.module)]
+            return known[0].full_model() if known else thing
+        if isinstance(thing, torch.Tensor):
+            return self._tensor_alone(thing)
+        thing = getattr(thing, "_optimizer", thing)  # of Fabric's around it
+        states, groups = thing.state_dict()["state"], []
+        for group in thing.param_groups:
+            groups.append({**group, "params": [self._tensor_alone(p) for p in group["params"]]})
+        held = [p for group in groups for p in group["params"]]
+        alone = type(thing).__new__(type(thing))
+        alone.__setstate__(
+            {
+                "defaults": thing.defaults,
+                "state": defaultdict(dict, {held[i]: state for i, state in states.items()}),
+                "param_groups": groups,
+            }
+        )
+        return alone
+
+    def _tensor_alone(self, x: torch.Tensor) -> torch.Tensor:
+        owner = next((m.engine for m in self._modules if any(x is p for p in m.parameters())), None)
+        if owner is not None:
+            return nn.Parameter(owner.full_parameter(x), x.requires_grad)  # type: ignore[arg-type]
+        return full_tensor(x.detach()) if isinstance(x, DTensor) else x
+
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum or mean of all ranks' tensors, in place; of ranks that share a batch one counts."""
         return self.once_each(super().all_reduce(tensor, group, reduce_op), group, reduce_op)
+
+
+class _Apart(pickle.Pickler):
+    """What is to be written, apart from the tensors, optimizers and models in it."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+        self._places: dict[int, int] = {}
+        self._written = io.BytesIO()
+        super().__init__(self._written)
+
+    def persistent_id(self, thing: Any) -> int | None:
+        """Where it is among :attr:`things`."""
+        if not isinstance(thing, torch.Tensor | nn.Module | torch.optim.Optimizer):
+            return None
+        place = self._places.setdefault(id(thing), len(self.things))
+        if place == len(self.things):
+            self.things.append(thing)
+        return place
+
+    def put_together(self, made: list[Any]) -> Any:
+        """The same with others in the places of :attr:`things`."""
+        self._written.seek(0)
+        reader = pickle.Unpickler(self._written)
+        reader.persistent_load = made.__getitem__  # type: ignore[method-assign]
+        return reader.load()
 
 
 class DDPStrategy(EspalierStrategy):
@@ -308,6 +378,11 @@ def tell_copies(module: str, kind: type[Any]) -> None:
 def _is_mixed(plugin: Any) -> bool:
     """Whether it is Lightning's autocast, from whichever of its packages."""
     return any(kind.__name__ == "MixedPrecision" for kind in type(plugin).__mro__)
+
+
+def _has_states(x: Any) -> bool:
+    """Whether Fabric writes what its ``state_dict()`` says."""
+    return isinstance(x, nn.Module | torch.optim.Optimizer) or hasattr(x, "state_dict")
 
 
 def _is_world(group: Any) -> bool:

@@ -9,13 +9,16 @@ callbacks, loggers and files are Lightning's.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
 import torch
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy as Theirs
+from pytorch_lightning.strategies.strategy import _ForwardRedirection
 from torch import nn
 
 from espalier.comm.control import gather_objects
@@ -26,6 +29,7 @@ from espalier.meanwhile import having
 from espalier.parallel import Plan
 from espalier.tensor import DTensor, full_tensor
 from espalier.tensor.deferred import deferred, make_parameters_real
+from espalier.tensor.observers import tell
 from espalier.texts import refuse
 from espalier.trees import tensors_in, tree_map
 
@@ -54,6 +58,7 @@ class EspalierStrategy(OnMesh, Theirs):
     def __init__(self, plan: Plan | Mapping[str, Any] | None = None, **options: Any) -> None:
         tell_copies("lightning.pytorch.strategies", EspalierStrategy)
         super().__init__(plan, **options)
+        self._forward_redirection = _Redirection()
         self._put: list[tuple[nn.Module, str, Any]] = []  # for a run: where, and what was there
         self.is_within = False  # a step
 
@@ -139,20 +144,23 @@ class EspalierStrategy(OnMesh, Theirs):
     def _follow(self, module: nn.Module) -> None:
         """Let what the model logs, and its metrics, be those of all rows, until the Trainer has done."""
         log: Callable[..., Any] = module.log  # type: ignore[assignment]
-        signature = inspect.signature(log)
+        signature = inspect.signature(log)  # a module may have a ``log`` of its own
 
         def logged(*args: Any, **kwargs: Any) -> Any:
+            if all(not isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
+                return log(*args, **kwargs)
+            args, kwargs = _whole((args, kwargs))  # of all rows, so there is nothing to be summed
+            if "sync_dist" not in signature.parameters:
+                return log(*args, **{name: x for name, x in kwargs.items() if name != "sync_dist"})
             call = signature.bind(*args, **kwargs)
-            if any(isinstance(x, DTensor) for x in tensors_in(call.arguments["value"])):
-                call.arguments["value"] = _whole(call.arguments["value"])
-                call.arguments["sync_dist"] = False  # of all rows already
+            call.arguments["sync_dist"] = False
             return log(*call.args, **call.kwargs)
 
         self._lend(module, "log", logged)
         for metric in filter(_is_metric, module.modules()):
             if self.engine.passes.data is not None:  # an earlier Trainer has brought it to the host
                 metric.to(self.root_device)
-            self._lend(metric, "update", self._of_all_rows(metric.update))  # type: ignore[arg-type]
+            self._lend(metric, "update", self._of_all_rows(metric))
             for name in ("sync_on_compute", "dist_sync_on_step", "_to_sync"):
                 self._lend(metric, name, False)
 
@@ -170,15 +178,19 @@ class EspalierStrategy(OnMesh, Theirs):
             else:
                 vars(module)[name] = before
 
-    def _of_all_rows(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """A metric's ``update``, of whole tensors: outside of a step those that each rank has of its rows."""
+    def _of_all_rows(self, metric: Any) -> Callable[..., Any]:
+        """A metric's ``update``, of whole tensors: outside of a step those that each rank has of its rows.
+
+        What it gives for a batch may be a loss: then gradients go back through them.
+        """
+        update = metric.update
 
         def updated(*args: Any, **kwargs: Any) -> Any:
             if not self.is_within and any(
                 type(x) is torch.Tensor and x.ndim for x in tensors_in((args, kwargs))
             ):
                 args, kwargs = self.engine.local_batch((args, kwargs))
-            args, kwargs = _whole((args, kwargs))
+            args, kwargs = _whole((args, kwargs), keeps_graph=getattr(metric, "_enable_grad", False))
             return update(*args, **kwargs)
 
         return updated
@@ -221,12 +233,31 @@ class EspalierStrategy(OnMesh, Theirs):
         with self._step():
             if module.automatic_optimization:
                 return super().training_step(*args, **kwargs)
-            if self.engine.arrangement is None and args:  # how layers lie is inferred of ``forward``
-                first = args[0][0] if isinstance(args[0], tuple | list) and args[0] else args[0]
-                self.engine.lay_out(first if isinstance(first, Mapping) else (first,))
+            if self.engine.arrangement is None and args:
+                self._lay_out(module, args[0])
             with self.precision_plugin.train_step_context():
                 step = partial(module.training_step, **kwargs)
                 return self.engine.passes.one_by_one("training_step").by_hand(step, args)
+
+    def _lay_out(self, module: Any, batch: Any) -> None:
+        """Of a module that steps by hand, where how layers lie is inferred of its ``forward``.
+
+        It is called on Lightning's example of what it takes, or on the batch, or on the batch's first part.
+        """
+        given = module.example_input_array
+        if given is None:
+            given = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        try:
+            self.engine.lay_out(given if isinstance(given, Mapping | tuple) else (given,))
+        except Exception as error:
+            if self.plan.tensor == 1 or self.engine.arrangement is not None:
+                raise
+            tell(
+                f"{type(module).__name__}.forward does not take the batch's first part ({type(error).__name__}: "
+                f"{error}), so its parameters stay whole on the tensor axis. Set self.example_input_array, "
+                "in its constructor, to what forward takes: how layers are cut is inferred of that."
+            )
+            self.engine.lay_out(layouts={})
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, of the rows of all ranks."""
@@ -300,6 +331,55 @@ class EspalierStrategy(OnMesh, Theirs):
         return self.once_each(super().reduce(tensor, group, reduce_op), group, reduce_op)
 
 
+class _Redirection(_ForwardRedirection):
+    """Lets a call of the engine's go by a step of the module's.
+
+    A copy of it that is looked at beforehand, which Lightning keeps without a Trainer, knows what the Trainer
+    knows, and tells it nothing.
+    """
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: Any, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        own, known = original_module.forward, weakref.ref(original_module.trainer)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            original_module.forward = own
+            if original_module._trainer is None:
+                _show(original_module, known())
+            return getattr(original_module, method_name)(*args, **kwargs)
+
+        original_module.forward = forward  # a copy's has the copy in its place
+        return wrapper_module(*args, **kwargs)
+
+
+def _show(copy: Any, trainer: Any) -> None:
+    """Let a copy of a module see a Trainer."""
+    copy.trainer = _Shown(trainer)
+    for part in copy.modules():
+        if hasattr(part, "_trainer"):
+            vars(part)["log"] = lambda *args, **kwargs: None
+            vars(part)["all_gather"] = lambda data, *args, **kwargs: tree_map(_stacked, data)
+
+
+class _Shown:
+    """A Trainer to look at: what is set of it is forgotten, and what is written goes nowhere."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.logger = DummyLogger()
+        self.loggers = [self.logger]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
+
+
+def _stacked(x: Any) -> Any:
+    return x.unsqueeze(0) if isinstance(x, torch.Tensor) else x
+
+
 @contextmanager
 def _counted() -> Iterator[None]:
     """Without gradients, but with versions of tensors, by which changes of parameters are told."""
@@ -307,8 +387,11 @@ def _counted() -> Iterator[None]:
         yield
 
 
-def _whole(tree: Any) -> Any:
-    return tree_map(lambda x: full_tensor(x.detach()) if isinstance(x, torch.Tensor) else x, tree)
+def _whole(tree: Any, *, keeps_graph: bool = False) -> Any:
+    def plain(x: Any) -> Any:
+        return full_tensor(x if keeps_graph else x.detach()) if isinstance(x, torch.Tensor) else x
+
+    return tree_map(plain, tree)
 
 
 def _is_metric(module: nn.Module) -> bool:

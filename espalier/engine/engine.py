@@ -245,14 +245,19 @@ class Engine(Surface):
             self._data.gather_before(blocks)
             self._recompute()
 
-    def lay_out(self, batch: Any = None) -> None:
-        """Lay the parameters out; without a batch only if none is needed to know how."""
+    def lay_out(self, batch: Any = None, layouts: Mapping[str, str] | None = None) -> None:
+        """Lay the parameters out; without a batch only if none is needed to know how.
+
+        Args:
+            layouts: in place of those that :func:`espalier.initialize` was given.
+        """
         if self._data is not None:
             return
         if torch.is_inference_mode_enabled():  # parameters are to be trained
             with torch.inference_mode(False), torch.no_grad():
-                return self.lay_out(cloned(batch))
-        arrangement = self.passes.arrange(batch, **self._arranged)
+                return self.lay_out(cloned(batch), layouts)
+        arranged = dict(self._arranged) if layouts is None else {**self._arranged, "table": layouts}
+        arrangement = self.passes.arrange(batch, **arranged)
         if arrangement is None:
             return
         self.arrangement = arrangement

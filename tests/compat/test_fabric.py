@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from abc import ABC
@@ -78,13 +79,26 @@ def shared(rank: int, world: int) -> None:
     assert fabric.strategy.reduce_boolean_decision(rank == 0, all=False)
     assert not fabric.strategy.reduce_boolean_decision(rank == 0)
     net = nn.Linear(4, 2)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     fabric.backward(model(torch.ones(3, 4)).sum())
     fabric.clip_gradients(model, optimizer, clip_val=0.5)
     optimizer.step()
     engine = fabric.strategy.engine_of(model)
     assert engine.module is net and engine.plan.axes["tensor"] == 2
     assert model.state_dict()["weight"].shape == (2, 4)
+    schedule.step()
+    with tempfile.TemporaryDirectory() as folder:  # a schedule in a dict, with its optimizer, as their trainer has it
+        file = Path(fabric.broadcast(folder), "a.ckpt")
+        fabric.save(file, {"schedule": {"scheduler": schedule, "interval": "step"}, "beside": [model, 3]})
+        fabric.barrier()
+        read = torch.load(file, weights_only=False)
+        fabric.barrier()
+    weight, plain = engine.state_dict()["weight"], read["schedule"]["scheduler"].optimizer
+    (written, _), (state, _) = plain.param_groups[0]["params"], plain.state.values()
+    assert type(plain) is torch.optim.SGD and type(written) is nn.Parameter and written.equal(weight)
+    assert state["momentum_buffer"].equal(torch.full((2, 4), 0.5)) and plain.param_groups[0]["lr"] == 0.05
+    assert type(read["beside"][0]) is nn.Linear and read["beside"][0].weight.equal(weight)
     apart = nn.Linear(4, 2)
     before = apart.weight.detach().clone()
     wrapped = fabric.setup_module(apart)

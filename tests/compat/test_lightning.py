@@ -204,7 +204,8 @@ def edges(rank: int, world: int) -> None:
 
 
 def _stepping_by_hand() -> Any:
-    """A GAN: two optimizers, one of which steps every other time, and a schedule."""
+    """A GAN: two optimizers, one of which steps every other time, and a schedule; its forward takes other
+    columns than its batches have."""
     import pytorch_lightning as pl
 
     class Model(pl.LightningModule):
@@ -213,9 +214,10 @@ def _stepping_by_hand() -> Any:
             self.automatic_optimization = False
             torch.manual_seed(0)
             norm = nn.BatchNorm1d(6)
-            self.made = nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 4)).double()
+            self.made = nn.Sequential(nn.Linear(3, 6), norm, nn.Tanh(), nn.Linear(6, 4)).double()
             self.judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
             self.scale = nn.Parameter(torch.ones(4).double())
+            self.example_input_array = torch.zeros(2, 3).double()
             self.told: list[float] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,13 +226,13 @@ def _stepping_by_hand() -> Any:
         def training_step(self, x: torch.Tensor, batch_idx: int) -> Any:
             of_made, of_judge = self.optimizers()  # type: ignore[misc, attr-defined]
             self.toggle_optimizer(of_made)
-            loss = -self.judge(self(x)).square().mean()
+            loss = -self.judge(self(x[:, 1:])).square().mean()
             of_made.zero_grad()
             self.manual_backward(loss)
             self.clip_gradients(of_made, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             of_made.step()
             self.untoggle_optimizer(of_made)
-            other = (self.judge(x).square() - self.judge(self(x).detach())).mean()
+            other = (self.judge(x).square() - self.judge(self(x[:, 1:]).detach())).mean()
             self.manual_backward(other / 2)
             if batch_idx % 2:
                 of_judge.step()
@@ -260,15 +262,16 @@ def by_hand(rank: int, world: int, right: list[torch.Tensor] | None) -> list[tor
     rows = torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     found: list[torch.Tensor] = []
-    for plan in ({}, {"zero": 3}, {"tensor": 2}) if right else (None,):
+    plans: tuple[Any, ...] = ({}, {"zero": 3}, {"tensor": 2}, {"tensor": 2})
+    for i, plan in enumerate(plans if right else (None,)):
         own = 8 if plan is None or "tensor" in plan else 4
         sampler: Any = None
         if own == 4:
             sampler = torch.utils.data.DistributedSampler(rows, world, rank, shuffle=False)  # type: ignore[arg-type]
         loader = torch.utils.data.DataLoader(rows, own, sampler=sampler)  # type: ignore[arg-type]
         strategy = "auto" if plan is None else EspalierStrategy(plan)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             trainer = pl.Trainer(
                 accelerator="cpu",
                 devices=world,
@@ -279,14 +282,17 @@ def by_hand(rank: int, world: int, right: list[torch.Tensor] | None) -> list[tor
                 **quiet,  # type: ignore[arg-type]
             )
             model = _stepping_by_hand()
+            if i == 3:
+                model.example_input_array = None
             trainer.fit(model, loader)
+        assert any("Set self.example_input_array" in str(x.message) for x in told) == (i == 3)
         state = model.state_dict() if plan is None else trainer.strategy.engine.state_dict()  # type: ignore
         found = [torch.tensor(model.told).double(), *(x.double() for x in state.values())]
         assert vars(model).keys().isdisjoint(("optimizers", "manual_backward", "forward"))
         for a, b in zip(right or found, found, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-9), plan
-        if plan == {"tensor": 2}:
-            assert type(model.made[0].weight.placements[1]).__name__ == "Shard"
+        if i > 1:
+            assert model.made[0].weight.placements[1].is_shard() == (i == 2)
     return found
 
 
