@@ -457,10 +457,11 @@ class Trainer(transformers.Trainer):
         """
         own, arguments = self.accelerator, self.args
 
-        def with_rows(rows: int, together: int, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        def of_ranks(times: int, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
             was = self._train_batch_size, arguments.per_device_train_batch_size
-            self._train_batch_size = arguments.per_device_train_batch_size = rows
-            own.together, own.drawn = together, None
+            self._train_batch_size = was[0] // together * times
+            arguments.per_device_train_batch_size *= times  # the program may have changed it since
+            own.together, own.drawn = together // times, None
             try:
                 return make(*given, **options)
             finally:
@@ -469,14 +470,15 @@ class Trainer(transformers.Trainer):
 
         @wraps(make)
         def made(*given: Any, **options: Any) -> Any:
-            whole = self._train_batch_size
-            each, before = whole // together, torch.random.get_rng_state()
-            loader, drawn = with_rows(each, together, given, options), own.drawn
-            if type(drawn) is BatchSampler or getattr(drawn, "batch_size", None) != each:
+            each = self._train_batch_size // together, arguments.per_device_train_batch_size
+            before = torch.random.get_rng_state()
+            loader, drawn = of_ranks(1, given, options), own.drawn
+            rows = getattr(drawn, "batch_size", None)
+            if type(drawn) is BatchSampler or rows not in each:
                 return loader
             torch.random.set_rng_state(before)
-            anew = with_rows(whole, 1, given, options)
-            return anew if getattr(own.drawn, "batch_size", None) == whole else loader
+            anew = of_ranks(together, given, options)
+            return anew if getattr(own.drawn, "batch_size", None) == rows * together else loader
 
         return made
 

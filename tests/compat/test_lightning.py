@@ -87,10 +87,10 @@ def test_lightnings_own_launcher() -> None:
     assert told.stdout.count("[") == 2 and len(told.stdout.split(",")) > 30, told.stdout
 
 
-def _models(world: int) -> tuple[type, type]:
-    """One that measures and logs, one with a batch norm."""
+def _models(world: int) -> tuple[type, type, type]:
+    """One that measures and logs, one with a batch norm, one that asks its Trainer."""
     import pytorch_lightning as pl
-    from torchmetrics import MeanMetric, SumMetric
+    from torchmetrics import MeanMetric, MeanSquaredError, SumMetric
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
@@ -117,6 +117,10 @@ def _models(world: int) -> tuple[type, type]:
         def on_train_epoch_end(self) -> None:
             self.told = float(self.rows.compute()), float(self.seen.compute())
 
+        def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            """Of its own, as pytorch-forecasting's."""
+            super().log(*args, **kwargs)
+
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
@@ -132,7 +136,17 @@ def _models(world: int) -> tuple[type, type]:
 
         def on_train_epoch_end(self) -> None: ...
 
-    return Model, Normed
+    class Asking(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()  # type: ignore
+            self.error = MeanSquaredError().set_dtype(torch.float64)
+
+        def training_step(self, x: torch.Tensor, batch_idx: int) -> Any:
+            self.trainer.asked = getattr(self.trainer, "asked", 0) + 1  # type: ignore[attr-defined]
+            return self.error(self(x), x) * self.trainer.max_epochs  # type: ignore[operator]
+
+    return Model, Normed, Asking
 
 
 def edges(rank: int, world: int) -> None:
@@ -141,7 +155,7 @@ def edges(rank: int, world: int) -> None:
 
     from espalier.compat.lightning import EspalierStrategy
 
-    Model, Normed = _models(world)
+    Model, Normed, Asking = _models(world)
     rows = torch.arange(20.0, dtype=torch.float64).view(10, 2)
     loader = torch.utils.data.DataLoader(rows, batch_size=5)  # type: ignore[arg-type]
 
@@ -190,6 +204,18 @@ def edges(rank: int, world: int) -> None:
             assert torch.allclose(x, plain.state_dict()[name.removeprefix("layer.")], rtol=0, atol=1e-12), (
                 name
             )
+        asking = Asking()  # and its loss is a metric
+        plain = copy.deepcopy(asking.layer)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for part in rows.split(5):
+            nn.functional.mse_loss(plain(part), part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        last = trainer({"tensor": world}, use_distributed_sampler=False)
+        last.fit(asking, loader)
+        assert last.asked == 2 and asking.layer[0].weight.placements[1].is_shard()
+        for name, x in last.strategy.engine.state_dict().items():
+            torch.testing.assert_close(x, plain.state_dict()[name.removeprefix("layer.")])
         uneven = torch.utils.data.DataLoader(rows[:9], batch_size=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"would read \[2, 1\] batches"):
             trainer().predict(model, uneven)

@@ -336,10 +336,15 @@ def loaded(kind: Any, folder: str, batch: int, **plan: Any) -> tuple[Any, list[f
         class Own(kind):  # type: ignore[misc, valid-type]
             which_loader = which
 
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.args.per_device_train_batch_size = batch  # said late, as SetFit says it
+
             def get_train_dataloader(self) -> Any:
                 return self.accelerator.prepare(of(self.which_loader, self))
 
-        trainer, found = fitted(Own, f"{folder}/{which}", batch, {"per_device_eval_batch_size": 8}, **plan)
+        first = batch if which == 0 else 2 * batch
+        trainer, found = fitted(Own, f"{folder}/{which}", first, {"per_device_eval_batch_size": 8}, **plan)
         torch.manual_seed(0)
         losses += [*found, trainer.evaluate(Stream())["eval_loss"]]
     return trainer, losses

@@ -409,14 +409,21 @@ class Turned(torch.autograd.Function):
 
 
 class Decorated(nn.Module):
-    """A part has another forward for one call; one of the output is written to."""
+    """Parts have another forward, or a hook, for one call, and one from the first on; one of the output is
+    written to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 6), net(), nn.Linear(4, 4)
+        self.is_hooked = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            self.third.register_forward_hook(lambda _, args, out: out * 1.5)
+            self.is_hooked = True
+        handle = self.first.register_forward_pre_hook(lambda _, args: (args[0] - 0.5,))
         x = torch.tanh(self.first(x))
+        handle.remove()
         forward, kept = self.second.forward, []
 
         def decorated(x: torch.Tensor) -> torch.Tensor:

@@ -256,6 +256,16 @@ def hooks_in(model: nn.Module) -> dict[str, list[int]]:
     return found
 
 
+def program_hooks(module: nn.Module) -> set[int]:
+    """Those of a module's forward, but for this library's and transformers' own."""
+    return {
+        key
+        for hooks in forward_hooks(module)
+        for key, hook in hooks.items()
+        if not made_in(hook, "espalier", "torch", "transformers")
+    }
+
+
 def hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
     """What is called before and after a module's forward and backward: torch's own tables."""
     return [vars(module).get(name, {}) for name in HOOKS]

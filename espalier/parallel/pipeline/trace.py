@@ -29,6 +29,7 @@ from espalier.parallel.pipeline.model_stand_ins import (
     hooks_in,
     is_flag_of_hooks,
     newly_hooked,
+    program_hooks,
     unlike,
 )
 from espalier.parallel.pipeline.objects import closed, opened, some
@@ -134,7 +135,8 @@ def _traced(
             forget_backward_hooks(module)
         before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
         hooks = hooks_in(twin.module)
-        run = partial(_recorded, twin, device, fake, whole, is_watched)
+        of_program = {id(m): program_hooks(m) for m in twin.module.modules()}
+        run = partial(_recorded, twin, device, fake, whole, is_watched, of_program)
         recorded = run()
         hooked = newly_hooked(twin.module, hooks)
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
@@ -246,9 +248,14 @@ def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Itera
 
 
 def _recorded(
-    twin: Apart, device: torch.device, fake: FakeTensorMode, whole: Collection[str], is_watched: bool
+    twin: Apart,
+    device: torch.device,
+    fake: FakeTensorMode,
+    whole: Collection[str],
+    is_watched: bool,
+    hooks: Mapping[int, set[int]],
 ) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake, whole, is_watched), twin.extra
+    recorder, batch = _Recorder(twin, device, fake, whole, is_watched, hooks), twin.extra
     recorder.begin(batch)
     before = None if is_watched else Generators()
     met = barriers_passed(recorder.passed), collectives_known(recorder.meets_within)
@@ -328,9 +335,10 @@ class _Recorder(TorchFunctionMode):
         fake: FakeTensorMode,
         whole: Collection[str],
         is_watched: bool,
+        hooks: Mapping[int, set[int]],
     ) -> None:
         super().__init__()
-        self.model, self.fake, self._is_watched = twin.module, fake, is_watched
+        self.model, self.fake, self._is_watched, self._hooks = twin.module, fake, is_watched, hooks
         self.trace, self._original = Trace(device, TorchState.now(device.type)), twin.original
         model = twin.module
         self.worked = CostMode()
@@ -432,8 +440,11 @@ class _Recorder(TorchFunctionMode):
             self._path.pop()
 
     def _is_decorated(self, module: nn.Module) -> bool:
-        """Whether what calls it has put another forward into it for now: stages have its own."""
-        return any(m.forward != self._forwards.get(id(m)) for m in module.modules())
+        """Whether what calls it has put another forward into it, or hooks: stages have its own."""
+        return any(
+            m.forward != self._forwards.get(id(m)) or not program_hooks(m) <= self._hooks.get(id(m), set())
+            for m in module.modules()
+        )
 
     @contextlib.contextmanager
     def again(self, contexts: Callable[[], Any] | None = None) -> Iterator[None]:
