@@ -23,6 +23,7 @@ import torch
 from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy as Theirs
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from lightning_fabric.utilities.types import _Stateful
 from torch import nn
 
 from espalier.blocks import Arguments
@@ -224,8 +225,8 @@ class EspalierStrategy(OnMesh, Theirs):
         return optimizer.state_dict()
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As ever (a collective); what else has optimizers or models in it (``{"scheduler": {"scheduler": x}}``)
-        has them as on one process, too: plain and whole."""
+        """As ever (a collective); what else has optimizers or models in it, as a schedule in a dict has, has
+        them as on one process, too: plain and whole."""
         whole = {name: x if _has_states(x) else self._as_alone(x) for name, x in state.items()}
         super().save_checkpoint(path, whole, *args, **kwargs)
 
@@ -248,7 +249,7 @@ class EspalierStrategy(OnMesh, Theirs):
         for group in thing.param_groups:
             groups.append({**group, "params": [self._tensor_alone(p) for p in group["params"]]})
         held = [p for group in groups for p in group["params"]]
-        alone = type(thing).__new__(type(thing))
+        alone = object.__new__(type(thing))
         alone.__setstate__(
             {
                 "defaults": thing.defaults,
@@ -382,7 +383,7 @@ def _is_mixed(plugin: Any) -> bool:
 
 def _has_states(x: Any) -> bool:
     """Whether Fabric writes what its ``state_dict()`` says."""
-    return isinstance(x, nn.Module | torch.optim.Optimizer) or hasattr(x, "state_dict")
+    return isinstance(x, nn.Module | torch.optim.Optimizer | _Stateful)
 
 
 def _is_world(group: Any) -> bool:

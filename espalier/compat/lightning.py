@@ -253,9 +253,10 @@ class EspalierStrategy(OnMesh, Theirs):
             if self.plan.tensor == 1 or self.engine.arrangement is not None:
                 raise
             tell(
-                f"{type(module).__name__}.forward does not take the batch's first part ({type(error).__name__}: "
-                f"{error}), so its parameters stay whole on the tensor axis. Set self.example_input_array, "
-                "in its constructor, to what forward takes: how layers are cut is inferred of that."
+                f"{type(module).__name__}.forward does not take the batch's first part "
+                f"({type(error).__name__}: {error}), so its parameters stay whole on the tensor axis. Set "
+                "self.example_input_array, in its constructor, to what forward takes: how layers are cut is "
+                "inferred of that."
             )
             self.engine.lay_out(layouts={})
 

@@ -88,7 +88,7 @@ def shared(rank: int, world: int) -> None:
     assert engine.module is net and engine.plan.axes["tensor"] == 2
     assert model.state_dict()["weight"].shape == (2, 4)
     schedule.step()
-    with tempfile.TemporaryDirectory() as folder:  # a schedule in a dict, with its optimizer, as their trainer has it
+    with tempfile.TemporaryDirectory() as folder:  # a schedule in a dict, as their trainer has it
         file = Path(fabric.broadcast(folder), "a.ckpt")
         fabric.save(file, {"schedule": {"scheduler": schedule, "interval": "step"}, "beside": [model, 3]})
         fabric.barrier()

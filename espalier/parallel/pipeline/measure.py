@@ -20,11 +20,11 @@ from espalier.comm.control import agree
 from espalier.device import is_accelerator, timed_event
 from espalier.mesh import Mesh
 from espalier.parallel.pipeline.arguments import leaves, mapped
+from espalier.parallel.pipeline.model_stand_ins import stand_in_values
 from espalier.parallel.pipeline.objects import some
 from espalier.parallel.pipeline.programs import Env
 from espalier.parallel.pipeline.record import SplitError
 from espalier.parallel.pipeline.split import StageProgram, in_segments
-from espalier.parallel.pipeline.trace import stand_in_values
 from espalier.parallel.schedules.actions import Action, ActionKind, Schedule
 from espalier.parallel.schedules.simulate import Span, Timeline
 from espalier.torch_private import FakeTensorMode

@@ -18,6 +18,7 @@ from torch import nn
 from espalier.blocks import named_parameters_in
 from espalier.meanwhile import having
 from espalier.parallel.pipeline.arguments import Ref, leaves, mapped
+from espalier.parallel.pipeline.objects import some
 from espalier.parallel.pipeline.observed import Observed
 from espalier.parallel.pipeline.record import SplitError, Trace
 from espalier.tensor import DTensor, full_tensor
@@ -34,6 +35,7 @@ from espalier.torch_private import (
     FakeTensorMode,
     forward_hooks,
     own_buffers,
+    own_parameters,
     raw,
     version_of,
 )
@@ -386,3 +388,29 @@ class Outside:
             for _, name in read.keys & changed:
                 found.setdefault(name, set()).add(module)
         return found
+
+
+@contextmanager
+def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """While open, the fake parameters of modules have some values: these, by what they stand in for."""
+    kept: list[tuple[Any, str, torch.Tensor]] = []
+    table: Any
+    stood: dict[torch.Tensor, torch.Tensor] = {}
+    for m in modules:
+        for table in (own_parameters(m), own_buffers(m)):
+            for key, x in table.items():
+                if isinstance(x, FakeTensor):
+                    kept.append((table, key, x))
+                    if x not in stood:
+                        stood[x] = valued(x).requires_grad_(x.requires_grad)
+                    table[key] = stood[x]
+    try:
+        yield stood
+    finally:
+        for table, key, x in kept:
+            table[key] = x
+
+
+def valued(x: Any) -> Any:
+    """Some values in the place of none."""
+    return some(x.shape, x.dtype, x.device) if isinstance(x, FakeTensor) else x

@@ -30,9 +30,11 @@ from espalier.parallel.pipeline.model_stand_ins import (
     is_flag_of_hooks,
     newly_hooked,
     program_hooks,
+    stand_in_values,
     unlike,
+    valued,
 )
-from espalier.parallel.pipeline.objects import closed, opened, some
+from espalier.parallel.pipeline.objects import closed, opened
 from espalier.parallel.pipeline.record import (
     METADATA,
     Again,
@@ -75,7 +77,6 @@ from espalier.torch_private import (
     all_given,
     forget_backward_hooks,
     own_buffers,
-    own_parameters,
     unchecked_distributions,
     version_of,
 )
@@ -514,7 +515,7 @@ class _Recorder(TorchFunctionMode):
         within = AnswerRecorder()
         try:
             with self.worked.as_one(), torch.no_grad(), stand_in_values(module.modules()) as stood:
-                given_some = mapped(_valued, (args, kwargs))
+                given_some = mapped(valued, (args, kwargs))
                 stand_ins = set(map(id, stood.values()))
                 pairs = [*stood.items(), *((b, b) for b in module.buffers() if id(b) not in stand_ins)]
                 before = {storage_of(own): _sum(x) for own, x in pairs}
@@ -709,27 +710,6 @@ def statistics(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return (bound.get("running_mean"), bound.get("running_var")) if writes else ()
 
 
-@contextlib.contextmanager
-def stand_in_values(modules: Iterable[nn.Module]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """While open, the fake parameters of modules have some values: these, by what they stand in for."""
-    kept: list[tuple[Any, str, torch.Tensor]] = []
-    table: Any
-    stood: dict[torch.Tensor, torch.Tensor] = {}
-    for m in modules:
-        for table in (own_parameters(m), own_buffers(m)):
-            for key, x in table.items():
-                if isinstance(x, FakeTensor):
-                    kept.append((table, key, x))
-                    if x not in stood:
-                        stood[x] = _valued(x).requires_grad_(x.requires_grad)
-                    table[key] = stood[x]
-    try:
-        yield stood
-    finally:
-        for table, key, x in kept:
-            table[key] = x
-
-
 def _run(
     func: Callable[..., Any],
     call: Callable[..., Any],
@@ -759,7 +739,7 @@ def _met_on_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Exceptio
     """What a function ends in on some values in the place of none."""
     try:
         with torch.no_grad():
-            given = mapped(_valued, (args, kwargs))
+            given = mapped(valued, (args, kwargs))
             func(*given[0], **given[1])
     except Exception as error:
         return error
@@ -769,7 +749,3 @@ def _met_on_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Exceptio
 def _sum(x: torch.Tensor) -> float:
     """A number that tells whether values were changed."""
     return float(x.detach().nan_to_num().double().sum()) if x.numel() else 0.0
-
-
-def _valued(x: Any) -> Any:
-    return some(x.shape, x.dtype, x.device) if isinstance(x, FakeTensor) else x
