@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +18,7 @@ from espalier.parallel.pipeline.arguments import Ref, leaves
 from espalier.parallel.pipeline.measure import measured
 from espalier.parallel.pipeline.programs import ProgramStep
 from espalier.parallel.pipeline.split import Split, SplitError, split
+from espalier.parallel.pipeline.trace import trace
 
 SIZES = {"vocab_size": 64, "max_positions": 16, "layers": 4, "hidden": 32, "heads": 4}
 IDS = torch.arange(24).reshape(2, 12) % 64
@@ -264,3 +270,64 @@ def test_another_way_through_a_model_is_divided_by_where_its_weights_lie(number:
         assert all(stage.number in known[name] for stage in other.stages for name in stage.uses)
     with pytest.raises(SplitError, match="order"):
         division.at({"x": x, "number": 6, "turns": True})
+
+
+class Counted(nn.Module):
+    """Is given something beside its rows, which a function of both takes."""
+
+    def __init__(self, use: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.use = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), use
+
+    def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+        return self.use(self.layers(x), given)
+
+
+def every_other(x: torch.Tensor, i: int) -> torch.Tensor:
+    return x * 2 if i % 4 in (1, 2) and not i / 3 > 2 else x
+
+
+def by_kind(x: torch.Tensor, i: int) -> torch.Tensor:
+    return x * 2 if type(i) is int else x
+
+
+def traces_of(use: Callable[[torch.Tensor, Any], torch.Tensor], make: Callable[[int], Any]) -> list[int]:
+    """How often a model is traced for each of some things that it is given; the stages are the model."""
+    model, x, counts = Counted(use), torch.ones(2, 6), list[int]()
+    found = split(model, 2, (x, make(0)))
+    with patch("espalier.parallel.pipeline.split.trace", wraps=trace) as traced:
+        for i in range(1, 8):
+            given = make(i)  # it may come where one was that is gone
+            before, sent = traced.call_count, ()
+            for program in found.at((x, given)).stages:
+                sent = program(sent, (x, given))
+            assert torch.equal(sent, model(x, given))
+            counts.append(traced.call_count - before)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("use", "counts"),
+    [
+        (lambda x, i: x, [2, 0, 0, 0, 0, 0, 0]),  # of a second one it is looked at what is asked
+        (every_other, [2, 2, 2, 0, 0, 0, 0]),
+        (lambda x, i: x * (i + 1), [2, 2, 2, 2, 1, 1, 1]),
+        (lambda x, i: x * [1.0, 2.0, 3.0][i % 3], [2, 2, 2, 0, 0, 0, 0]),
+        (lambda x, i: x[: i + 1], [2, 2, 2, 2, 1, 1, 1]),
+        (by_kind, [2, 2, 2, 2, 1, 1, 1]),
+    ],
+)
+def test_numbers_that_count_batches_are_traced_by_what_is_asked_of_them(use: Any, counts: list[int]) -> None:
+    assert traces_of(use, lambda i: i) == counts
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (lambda i: np.array([i % 3, 1.0]), lambda x, given: x * float(given.sum())),
+        (lambda i: SimpleNamespace(i=i % 3), lambda x, given: x * given.i),
+        (lambda i: Decimal(i % 3), lambda x, given: x * float(given)),
+    ],
+)
+def test_objects_beside_rows_count_by_what_they_hold(make: Any, use: Any) -> None:
+    assert traces_of(use, make) == [1, 1, 0, 0, 0, 0, 0]

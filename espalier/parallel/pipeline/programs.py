@@ -491,8 +491,13 @@ class Divided:
             unit.call.name if unit.call is not None else name_of(op.func),
             tuple(value.tensor.shape),
             value.tensor.dtype,
-            value.grad or self.trace.bound.get(value.storage, False),
+            self.has_gradient(number),
         )
+
+    def has_gradient(self, number: int) -> bool:
+        """Whether gradients go back through a value."""
+        value = self.trace.values[number]
+        return value.grad or self.trace.bound.get(value.storage, False)
 
     # ---- programs
 

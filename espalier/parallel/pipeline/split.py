@@ -11,6 +11,7 @@ import copy
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from espalier.parallel.pipeline.balance import (
     whole_blocks,
 )
 from espalier.parallel.pipeline.model_stand_ins import OF_TORCH, Marks, ModelStandIns, equal
+from espalier.parallel.pipeline.numbers import KINDS, Questions, numbers_in
 from espalier.parallel.pipeline.objects import closed, traced_output
 from espalier.parallel.pipeline.programs import Divided, Env, ProgramStep, SentValue, marked, parted, same
 from espalier.parallel.pipeline.record import SplitError, TorchState, Trace, ValuesError
@@ -42,6 +44,7 @@ from espalier.torch_private import disable_modes, getter, own_buffers, own_modul
 Runner = Callable[["StageProgram", Env, torch.device], None]
 _TRACES = 64  # kept for batches of different shapes
 _ALIKE = 16  # and of the same shapes
+_QUESTIONED = 5  # of those that differ in numbers alone
 _dtype = getter("dtype")
 _requires_grad = getter("requires_grad")
 _NOT_ASKED = OF_TORCH | {"training", "forward"}  # a trace is told of these otherwise
@@ -56,6 +59,7 @@ class StageProgram:
         inputs: what it receives from the stage before.
         outputs: what it sends to the next one; empty for the last stage.
         result: shape and dtype of the tensors in the model's output, of the last stage.
+        wanting: of each of them, whether gradients go back through it, as far as the trace knows.
         uses: names of the parameters and buffers that it uses.
         steps: what it calls, in order.
         batch_values: values of the batch, by their numbers.
@@ -84,6 +88,7 @@ class StageProgram:
         self._result = traced_output(divided.trace.out) if last else None
         tensors = [divided.trace.values[r.number].tensor for r in leaves(self._result, Ref)]
         self.result = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        self.wanting = tuple(divided.has_gradient(r.number) for r in leaves(self._result, Ref))
         self._is_last = last
         self._bind(model)
 
@@ -204,7 +209,13 @@ class Split:
         writes: the buffers that they write to, by name.
         first: what the first forward of divided modules sets, and no later one, and where.
         is_again: whether some is computed again in the backward pass, as the model says.
+        questions: what was asked of the numbers among its inputs, where others may go the same way; None: it
+            is for these alone.
+        given: what objects of other classes among its inputs were like.
     """
+
+    questions: Questions | None = None
+    given: Sequence[Any] = ()
 
     def __init__(
         self, family: _Family, traced: Trace, cuts: Sequence[str], by_places: ByPlaces | None = None
@@ -332,6 +343,7 @@ class _Family:
         self.segments: list[Segment] = []
         self.written, self.writes_weights = set[str](), False
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
+        self.of_numbers: OrderedDict[Any, _OfNumbers] = OrderedDict()  # whichever numbers are in a batch
         self._modules = tuple(model.modules())
         self._children = [child for m in self._modules for child in own_modules(m).values()]
         self._held = [own_parameters(m) for m in self._modules]
@@ -358,8 +370,11 @@ class _Family:
                     self.whole[error.module] = error
 
     def at(self, batch: Any, state: Any) -> Split:
-        key = *self.key(batch), *state
-        same = self.known.setdefault(key, [])
+        of_numbers = self.with_numbers(batch, state)
+        if of_numbers is not None and (known := of_numbers.at(batch)) is not None:
+            return known
+        key, given = (*self.key(batch), *state), _given(batch)
+        same = [one for one in self.known.setdefault(key, []) if equal(one.given, given)]
         self.known.move_to_end(key)
         if (known := next((one for one in same if one.holds(batch)), None)) is not None:
             return known
@@ -367,16 +382,39 @@ class _Family:
         with told_as_own():
             if same and not any(candidate.reads for candidate in same):
                 # attributes are others, maybe on this rank alone (it saved the model): nothing may be sent
-                found = self.checked(self.trace(batch, _of_that_shape))
+                found = self.checked(traced := self.trace(batch, _of_that_shape))
             if found is None or found.reads:
-                found = self.checked(self.trace(batch))
-        if len(same) == _ALIKE:
-            del same[0]
+                found = self.checked(traced := self.trace(batch))
+        if of_numbers is not None:
+            of_numbers.note(found, traced, partial(self._questioned, batch))
+        found.given, alike = given, self.known[key]
+        if len(alike) == _ALIKE:
+            del alike[0]
             _tell_of_traces()
-        same.append(found)
+        alike.append(found)
         if len(self.known) > _TRACES:
             self.known.popitem(last=False)
         return found
+
+    def with_numbers(self, batch: Any, state: Any) -> _OfNumbers | None:
+        """What is known of batches like one, whichever numbers they have; None: it has none."""
+        if not numbers_in(batch):
+            return None
+        key = *self.key(batch, with_numbers=False), *state
+        known = self.of_numbers.setdefault(key, _OfNumbers())
+        self.of_numbers.move_to_end(key)
+        if len(self.of_numbers) > _TRACES:
+            self.of_numbers.popitem(last=False)
+        return known
+
+    def _questioned(self, batch: Any, as_given: Trace) -> Questions | None:
+        """What a forward asks of the numbers in a batch; None: that cannot be said."""
+        questions = Questions()
+        try:
+            traced = self.trace(batch, lambda x: questions.stand(_plain(x)))
+        except Exception:  # they are used in a way that takes nothing else for them
+            return None
+        return questions if questions.are_all(traced, as_given) else None
 
     def checked(self, traced: Trace) -> Split:
         """The stages of a trace: they begin where the first batch's do, or where others' parameters are used.
@@ -479,12 +517,17 @@ class _Family:
         order = {i: n for n, i in enumerate(self._parameters)}
         return tuple(order.get(i, -1) for i in ids)
 
-    def key(self, batch: Any) -> Any:
+    def key(self, batch: Any, with_numbers: bool = True) -> Any:
         """What a trace depends on of a batch, beside its values."""
-        leaf_keys = [
-            (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x if _is_plain(x) else id(x)
-            for x in leaves(batch)
-        ]
+
+        def of(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return tuple(x.shape), x.dtype
+            if not _is_plain(x) or (type(x) in KINDS and not with_numbers):
+                return type(x)
+            return x
+
+        leaf_keys = map(of, leaves(batch))
         names = tuple(batch) if isinstance(batch, Mapping) else None
         return names, tuple(leaf_keys)
 
@@ -521,6 +564,36 @@ class _Family:
         )
         modes = tuple([m.training for m in self._modules])
         return modes, kinds, self._placed(held), buffers, TorchState.now(self.device.type)
+
+
+class _OfNumbers:
+    """The splits for batches that differ in numbers alone.
+
+    Attributes:
+        traces: how many were made.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[Split] = []  # whose questions are known
+        self.traces = 0
+
+    def at(self, batch: Any) -> Split | None:
+        """The one for a batch, if it is among those of which it is known what they ask of its numbers."""
+        numbers = numbers_in(batch) if self._asked else ()
+        for one in self._asked:
+            is_asked = one.questions is not None and one.questions.hear_the_same(numbers)
+            if is_asked and equal(one.given, _given(batch)) and one.holds(batch):
+                return one
+        return None
+
+    def note(self, found: Split, traced: Trace, questioned: Callable[[Trace], Questions | None]) -> None:
+        """There is another one; from the second on it is seen what the forward asks of numbers."""
+        self.traces += 1
+        if 1 < self.traces <= _QUESTIONED:
+            found.questions = questioned(traced)
+            self._asked += [found] if found.questions is not None else []
+        elif self.traces == _ALIKE + 1:
+            _tell_of_numbers()
 
 
 def refuse_later(model: nn.Module, known: Container[int] | None = None) -> NoReturn:
@@ -585,7 +658,10 @@ def split(
         raise SplitError(f"{number} stages begin at {number - 1} cuts, got {len(cuts)}: {list(cuts)}.")
     family.cuts = division.cuts
     family.check_places(division)
-    family.known[(*family.key(example), *family.state())] = [division]
+    state, division.given = family.state(), _given(example)
+    family.known[(*family.key(example), *state)] = [division]
+    if (of_numbers := family.with_numbers(example, state)) is not None:
+        of_numbers.traces = 1
     return division
 
 
@@ -663,9 +739,25 @@ def _has_tensors(m: nn.Module) -> bool:
 def _tell_of_traces() -> None:
     tell(
         f"The model was traced {_ALIKE} times for batches of one shape, and is again: attributes of modules "
-        "that are divided among stages have other values each time, or the forward reads other ones of the "
-        "batch. Keep a number that changes in a buffer, or in a module that lies in one stage."
+        "that are divided among stages, or objects that it is given, have other values each time, or the "
+        "forward reads other ones of the batch. Keep a number that changes in a buffer, or in a module that "
+        "lies in one stage."
     )
+
+
+def _tell_of_numbers() -> None:
+    tell(
+        f"The model was traced for {_ALIKE} numbers that it was given, and is for each that is new: its "
+        "forward goes by them, or computes with them. Give what it computes with as a tensor "
+        "(torch.tensor(beta)), and leave out what it only prints."
+    )
+
+
+def _given(batch: Any) -> list[Any]:
+    """What objects among a model's inputs are like, which its forward may ask for all that they hold."""
+    marks = Marks(counts=False)
+    others = [x for x in leaves(batch) if not (isinstance(x, torch.Tensor) or _is_plain(x))]
+    return [x if isinstance(x, nn.Module) else marks.of(x) for x in others]
 
 
 def _said_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
