@@ -282,7 +282,7 @@ class Awaited(Kept):
 
         Raises:
             ValueError: something in the loss wants a gradient that is no parameter.
-            RuntimeError: it went back before, and was not to go back again.
+            RuntimeError: it went back before, and was not to go back again; or nothing in it has a gradient.
         """
         if self._has_gone_back and not self._is_retained:
             raise RuntimeError(
@@ -304,6 +304,9 @@ class Awaited(Kept):
         return self._go_back(retain_graph)
 
     def _go_back(self, retain_graph: bool | None) -> None:
+        shapes = self._shapes()
+        if isinstance(shapes, torch.Tensor) and not shapes.requires_grad:
+            raise RuntimeError("backward() of what no gradient goes through: detached, or under no_grad().")
         calls = with_writes(self, Kept._made_of)
         refuse_written(calls)
         self._source.stays |= bool(retain_graph)

@@ -198,7 +198,8 @@ def _of_all(loss: _Loss) -> tuple[torch.Tensor, Leaves]:
     _refuse_parts(loss.trained)
     beside = dict(loss.leaves())
     given = opened(source.value())
-    tensors = [_leaf(x) for x in leaves(given, torch.Tensor)]
+    values = leaves(given, torch.Tensor)
+    tensors = source.without_graph([_leaf(x) for x in values])
     output = closed(refilled(given, tensors))  # of which a distribution may make others
     with torch.enable_grad():
         value = evaluated(loss.of, {**source.here(loss.beside), **beside}, lambda: output, fresh=True)
@@ -299,7 +300,7 @@ def handed_out(x: Kept) -> Any:
         value = opened(source.value())
         start = torch.zeros((), requires_grad=True)
         tensors = _OutOfStages.apply(source, start, *leaves(value, torch.Tensor))
-        source.handed_out = closed(refilled(value, tensors))
+        source.handed_out = closed(refilled(value, source.without_graph(tensors)))
     with torch.enable_grad():
         return evaluated(x, source.here(captured(calls)), lambda: source.handed_out, fresh=True)
 

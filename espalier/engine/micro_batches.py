@@ -66,6 +66,52 @@ class StageContext(NamedTuple):
     begin: Callable[[], None]
 
 
+class Foreseen(NamedTuple):
+    """What is known of a call of the model as it is made.
+
+    Attributes:
+        heard: what its forward goes by of the numbers and objects among its inputs; None: all that they are.
+        wanting: of each tensor that it gives, whether gradients go back through it; none: not known.
+        draws: what it draws; None: that is seen when it runs.
+    """
+
+    heard: tuple[Any, ...] | None = None
+    wanting: tuple[bool, ...] = ()
+    draws: Draws | None = None
+
+
+def foreseen(of: StageContext, parts: Sequence[Any]) -> Foreseen:
+    """What is known of a call that may train, of a model that is divided.
+
+    Args:
+        parts: its micro-batches.
+    """
+    call, is_dry = of.call, of.mesh.is_dry
+
+    def forward(program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
+        with call.autocast():
+            return program(received, inputs, runner)
+
+    def agreed(part: Any) -> tuple[Split, InferredShapes]:
+        inputs = call.entered(part)
+        with call.autocast():
+            (split,) = of.stages.split.at_all([tree_map(zeros_where_unknown, inputs) if is_dry else inputs])
+        assert isinstance(split, Split)
+        return split, of.stages.shape_inference(split, inputs, forward)
+
+    split, first = agreed(parts[0])
+    wanting = first.wanting
+    for part in parts[1:] if split.reads else ():  # which may go another way
+        _, other = agreed(part)
+        both = zip(wanting, other.wanting, strict=False)
+        wanting = tuple(a or b for a, b in both) if len(wanting) == len(other.wanting) else ()
+    is_seen_later = is_dry or split.remembers or split.dice is not None  # of another split than the first
+    heard = None if split.questions is None else split.questions.answers()
+    if split.given:
+        heard = (split,)
+    return Foreseen(heard, wanting, None if is_seen_later else first.draws)
+
+
 class MicroBatches:
     """The micro-batches of one run.
 

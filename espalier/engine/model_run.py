@@ -25,6 +25,7 @@ from espalier.engine.call_states import CallStates, Surroundings, asked_after_st
 from espalier.engine.full_model import on_all_ranks, replaced, whole_output
 from espalier.engine.given_batches import GivenBatches
 from espalier.engine.late_draws import LateDraws
+from espalier.engine.micro_batches import Foreseen
 from espalier.engine.model_call import LossFunction, plain_output
 from espalier.engine.norm import LossScaler
 from espalier.engine.observing import InPass, Observers, Place, Sight
@@ -41,6 +42,7 @@ from espalier.engine.output_rows import (
     way_of,
 )
 from espalier.engine.passes import Backward, Loss, Phase
+from espalier.engine.stage_draws import Draws
 from espalier.engine.waiting import WaitingForStages
 from espalier.meanwhile import having
 from espalier.mesh.parts import at
@@ -74,7 +76,8 @@ class StagedPasses(Surroundings, Protocol):
     beside: Sequence[torch.Tensor]
 
     def lay_out(self, inputs: Any) -> None: ...
-    def drawn_to(self, inputs: Any, key: Hashable) -> States | None: ...
+    def foreseen(self, parts: Sequence[Any]) -> Foreseen: ...
+    def drawn_to(self, draws: Draws | None) -> States | None: ...
     def everywhere(self, name: str, x: torch.Tensor) -> torch.Tensor: ...
     def written(self) -> tuple[int, int]: ...
     def output(self, inputs: Any) -> Any: ...
@@ -158,6 +161,7 @@ class ModelRun:
         self.calls: Iterator[int] = count()
         self.writes: list[Any] = []
         self._loop = passes.loop_calls
+        self._foreseen = Foreseen()
         self.late = LateDraws(passes.mesh, self._loop)
         self.number = next(self._loop.numbers)
         self._own: list[Own | None] = []  # of each micro-batch of the training pass
@@ -178,18 +182,25 @@ class ModelRun:
 
     def lay_out(self) -> None:
         """Lay the model out for its inputs, unless it is."""
-        few = 0 < self.rows() < self._passes.plan.accumulate  # a micro-batch itself, it seems
-        self._passes.lay_out(self._parts(self._inputs, whole=few)[0][0])
+        self._passes.lay_out(self._first_parts()[0])
         self._written = self._passes.written()
 
-    def draw(self) -> None:
-        """Let the program draw behind what the model draws, as on one process, though it runs later."""
-        if self.is_part or self.batch is not None or self._passes.plan.accumulate > 1:
-            return
+    def _first_parts(self) -> list[Any]:
+        """Its micro-batches, of all ranks, as it is laid out by."""
+        few = 0 < self.rows() < self._passes.plan.accumulate  # a micro-batch itself, it seems
+        return self._parts(self._inputs, whole=few)[0]
+
+    def foresee(self) -> None:
+        """Know what it draws and gives: the program draws behind that, as on one process, though it runs
+        later."""
         passes = self._passes
-        key = *self._form_key, _shapes_of(self._inputs), *(mode for _, mode in self._modes)
+        if self.is_part:
+            return
         with self._as_called():
-            ends = passes.drawn_to(self._inputs, key)
+            self._foreseen = passes.foreseen(self._first_parts())
+        if self.batch is not None or passes.plan.accumulate > 1:
+            return
+        ends = passes.drawn_to(self._foreseen.draws)
         if ends is not None:
             self._states.have_drawn(ends)
         elif self._loop.runs_at_call:
@@ -277,7 +288,7 @@ class ModelRun:
     def shapes(self) -> Any:
         """What the model gives, its tensors on ``meta``: as it gave for inputs like these before.
 
-        Floats need gradients, as they would have them.
+        Those need gradients through which they go back; where that is not known, floats.
         """
         known = self._loop.output_shapes
         key = (*self._form_key, _shapes_of(self._inputs))
@@ -286,7 +297,16 @@ class ModelRun:
                 is_value = self.is_own or self._passes.plan.accumulate == 1
                 out = self.value() if is_value else self._aside(self._inputs)[0]
                 known[key] = known[self._form_key] = mapped(like, opened(out))
-        return closed(cloned(known[key]))
+        with torch.enable_grad():
+            shapes = cloned(known[key])
+            return closed(refilled(shapes, self.without_graph(leaves(shapes, torch.Tensor))))
+
+    def without_graph(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of what it gives, detached where no gradients go back through them."""
+        wanting = self._foreseen.wanting
+        if len(wanting) != len(tensors):
+            return [*tensors]
+        return [x if wants else x.detach() for x, wants in zip(tensors, wanting, strict=True)]
 
     def form(self) -> Any:
         """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""
@@ -296,8 +316,15 @@ class ModelRun:
     @property
     def _form_key(self) -> tuple[Hashable, ...]:
         """What an output's kinds follow from."""
-        others = [None if isinstance(x, torch.Tensor) else repr(x) for x in leaves(self._inputs)]
-        return tuple(others), self.is_own, self._trains, self._settings
+        heard = self._foreseen.heard
+
+        def of(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return None
+            is_heard = heard is not None and not isinstance(x, str | bool | complex | None)
+            return type(x) if is_heard else repr(x)
+
+        return *map(of, leaves(self._inputs)), heard, self.is_own, self._trains, self._settings
 
     def _computed(self) -> Any:
         passes = self._passes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any, NoReturn, cast
 
@@ -21,7 +21,14 @@ from espalier.engine.call_states import LoopCalls
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
 from espalier.engine.looks import let_look, tell_of_writes
-from espalier.engine.micro_batches import MicroBatches, Prediction, StageContext, zeros_where_unknown
+from espalier.engine.micro_batches import (
+    Foreseen,
+    MicroBatches,
+    Prediction,
+    StageContext,
+    foreseen,
+    zeros_where_unknown,
+)
 from espalier.engine.model_run import ModelRun
 from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
@@ -71,7 +78,6 @@ class Staged(Passes):
         self._factor: torch.Tensor | None = None
         self._weighs = self._is_finished = self._is_known = self._is_of_loop = self.counts_one = False
         self.loop_calls = LoopCalls()
-        self._draws: dict[Hashable, Sequence[Draws]] = {}  # see drawn_to
         self.observers = Observers(self.call.module, self.mesh)
         self.last_factor: torch.Tensor | None = None  # of the gradients of the last pass
         self.memory, self._is_called = Memory(self.mesh), False  # by a loop
@@ -320,7 +326,7 @@ class Staged(Passes):
             elif call.is_whole and call.batch is None and (split.remembers or split.dice is not None):
                 call.look()
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
-        call.draw()
+        call.foresee()
         self.hide()
         if self.stages.split.writes_weights:
             tell_of_writes(self.plan.accumulate)
@@ -329,16 +335,17 @@ class Staged(Passes):
             call.value()
         return Awaited(call)
 
-    def drawn_to(self, inputs: Any, key: Hashable) -> States | None:
-        """Where generators are once a model has drawn for inputs of a key; None: not, or by values."""
+    def foreseen(self, parts: Sequence[Any]) -> Foreseen:
+        """What is known of a call of the model as it is made, of its micro-batches."""
         split = self.stages.split
-        if self.mesh.is_dry or isinstance(split, Undivided) or split.remembers or split.dice is not None:
-            return None
-        if key not in self._draws:
-            assert self.data is not None
-            work = Prediction(self._context(self.data), [inputs], lambda name: None, counts=False)
-            self._draws[key] = work.draws
-        return random_states(self._draws[key], (), self.mesh)[1]
+        if isinstance(split, Undivided) or split.remembers or split.dice is not None:
+            return Foreseen()  # it is another at each call, perhaps
+        assert self.data is not None
+        return foreseen(self._context(self.data), parts)
+
+    def drawn_to(self, draws: Draws | None) -> States | None:
+        """Where generators are once a model has drawn; None: where they were, or not known."""
+        return None if draws is None else random_states([draws], (), self.mesh)[1]
 
     def _on_all_ranks(self, x: Any) -> Any:
         """An input, plain, if it lies on all ranks, as what a method gave does; rows of loaders do not, and

@@ -67,6 +67,7 @@ class InferredShapes(NamedTuple):
         draws: what each stage draws from torch's generators.
         alone: how stages of this rank are run on it alone; without those that are run on DTensors.
         after: the attributes that modules set, by module's name and their own, as they are then.
+        wanting: of each tensor that the model gives, whether gradients go back through it; none: not known.
     """
 
     wires: tuple[tuple[Wire, ...], ...]
@@ -75,6 +76,7 @@ class InferredShapes(NamedTuple):
     draws: tuple[tuple[Draw, ...], ...]
     alone: Mapping[int, SingleRank]
     after: Mapping[tuple[str, str], Any] = MappingProxyType({})
+    wanting: tuple[bool, ...] = ()
 
 
 class StageWork(Protocol):

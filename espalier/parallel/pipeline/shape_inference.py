@@ -131,7 +131,9 @@ class ShapeInference:
             remembered |= {place: x for place, x in last.after.items() if place in remembered}
         # other ways may be gone by these
         ways = tuple(map(form_of, remembered.values())), self._switches.now(split.sets)
-        key = (split, str(form), tuple(map(_told, leaves)), torch.is_grad_enabled(), followed is None, ways)
+        told = tuple(_told(x) for x in leaves if isinstance(x, torch.Tensor))  # a split is for all else
+        finds = followed is None, loss_of is None
+        key = (split, str(form), told, torch.is_grad_enabled(), finds, ways)
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if key not in self._known:
@@ -221,7 +223,8 @@ class ShapeInference:
                 back()
         returns = graph.returns()
         tells = not graph.is_sure
-        return InferredShapes(tuple(wires), returns, tells, tuple(draws), alone, after)
+        wanting = _wanting(out, programs, inputs)
+        return InferredShapes(tuple(wires), returns, tells, tuple(draws), alone, after, wanting)
 
 
 _NAMES = (list, tuple, set, frozenset)
@@ -336,6 +339,22 @@ class _Graph:
         return reached
 
 
+def _wanting(out: Any, programs: Sequence[StageProgram], inputs: Any) -> tuple[bool, ...]:
+    """Whether gradients go back through each tensor that a model gives; none: not known.
+
+    Where a module decides by values, they go back wherever they may.
+    """
+    with raw():
+        wanting = tuple(x.requires_grad for x in leaves_of_output(opened(out), torch.Tensor))
+        given = any(x.requires_grad for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))
+    if not any(program.is_opaque for program in programs):
+        return wanting
+    traced = programs[-1].wanting
+    if given or len(traced) != len(wanting):
+        return ()
+    return tuple(a or b for a, b in zip(wanting, traced, strict=True))
+
+
 def _nodes_of(tensors: Tensors) -> list[Any]:
     with raw():
         return [x.grad_fn for x in tensors]
@@ -381,7 +400,5 @@ def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None
         )
 
 
-def _told(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return tuple(x.shape), x.dtype, x.requires_grad, x._layout.axes if type(x) is DTensor else None
-    return repr(x)
+def _told(x: torch.Tensor) -> Any:
+    return tuple(x.shape), x.dtype, x.requires_grad, x._layout.axes if type(x) is DTensor else None
