@@ -95,10 +95,41 @@ def whole_output(
         mesh: all of it.
     """
     full = full_copy(model, everywhere)
+    _leave_out_lookers(model, full)
+    return _called_whole(model, full, mesh, inputs)
+
+
+def output_with_stand_ins(
+    model: nn.Module, everywhere: Callable[[str, torch.Tensor], torch.Tensor], mesh: Mesh, inputs: Any
+) -> Any:
+    """:func:`whole_output` of a model in the place of whose parameters other tensors stand, for one call.
+
+    The buffers that it has in that call are written to as on one process.
+    """
+    of_call = {name for name, _ in named_parameters_in(model)}
+
+    def value(name: str, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype) if name in of_call else everywhere(name, x)
+
+    full = full_copy(model, value)
+    before = [b.clone() for b in full.buffers()]  # norms write to theirs without a mark
+    out = _called_whole(model, full, mesh, inputs)
+    with torch.no_grad():
+        for b, new, was in zip(model.buffers(), full.buffers(), before, strict=True):
+            if not (b.is_meta or is_sparse(new) or torch.equal(full_tensor(new), was)):
+                b.copy_(full_tensor(new))
+    return out
+
+
+def _leave_out_lookers(model: nn.Module, full: nn.Module) -> None:
     for m, copied in zip(model.modules(), full.modules(), strict=True):  # hooks that look have seen this call
         for hooks, those in zip(forward_hooks(m), forward_hooks(copied), strict=True):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Observed)]:
                 those.pop(key, None)
+
+
+def _called_whole(model: nn.Module, full: nn.Module, mesh: Mesh, inputs: Any) -> Any:
+    """What a copy gives, computed on all ranks with the model's parameters."""
     parameters: dict[str, torch.Tensor] = {
         name: brought(p, mesh) if isinstance(p, DTensor) else p for name, p in named_parameters_in(model)
     }

@@ -34,7 +34,7 @@ def gradients(
     of_model = set(map(id, loss._source.parameters()))
     beside = [x for x in sought if id(x) not in of_model]
     is_simple = not is_grads_batched and not isinstance(loss, Sum)
-    if create_graph and is_simple and _is_of_inputs(loss._source, sought):
+    if create_graph and is_simple and _is_of_inputs(loss._source, beside):
         return _with_graph(loss, sought, allow_unused, materialize_grads)
     asks_for_more = create_graph or is_grads_batched
     is_made = any(type(x) is DTensor or not x.is_leaf for x in beside)
@@ -75,7 +75,7 @@ def _with_graph(
     """``torch.autograd.grad`` of a loss with respect to inputs of the model, of which losses may be made.
 
     Args:
-        sought: tensors that all ranks have, whole.
+        sought: tensors that all ranks have, whole, and parameters of the model.
     """
     with torch.enable_grad():
         grads = torch.autograd.grad(
@@ -85,14 +85,17 @@ def _with_graph(
             allow_unused=allow_unused,
             materialize_grads=materialize_grads,
         )
-        return tuple(None if grad is None else loss._source.on_all(grad) for grad in grads)
+        return tuple(
+            grad if grad is None or type(x) is DTensor else loss._source.on_all(grad)
+            for x, grad in zip(sought, grads, strict=True)
+        )
 
 
 def _is_of_inputs(source: ModelRun, sought: Sequence[torch.Tensor]) -> bool:
     """Whether what is sought are inputs, or what they are made of, which all ranks have whole."""
     if source.made_by or not source.may_be_whole():
         return False
-    return bool(sought) and all(type(x) is torch.Tensor and x.requires_grad for x in sought)
+    return all(type(x) is torch.Tensor and x.requires_grad for x in sought)
 
 
 def _weighed(outputs: Any, gradients: Any) -> Awaited:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import lru_cache, wraps
 from types import MethodType
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from espalier.engine.start import initialize
 from espalier.engine.surface import GivenState, bound
 from espalier.parallel import Plan
 from espalier.parallel.several import Several, as_one, holders, inner_of
+from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.observers import tell
 from espalier.torch_private import (
     BUFFERS,
@@ -96,7 +97,7 @@ class EngineModule(nn.Module):
 
         Raises:
             ValueError: in a transform of torch.func, before the model is laid out.
-            NotImplementedError: in one, or given tangents, in a pipeline.
+            NotImplementedError: given tangents, in a pipeline.
         """
         given: GivenState | None = self.__dict__.pop("_given_state", None)
         if given is not None:
@@ -122,16 +123,17 @@ class EngineModule(nn.Module):
         the parameters.
         """
         what = "The model is called inside of torch.vmap or a transform of torch.func"
-        if self.engine.plan.pipe > 1:
-            raise NotImplementedError(
-                f"{what}: in a pipeline ({self.engine.plan}) its parameters are on several ranks. Put the "
-                "transform into the model's forward, or train under a plan without pipe. Where nothing is "
-                "trained by it, transform engine.full_model(), a copy that each rank has whole."
-            )
         if self.engine.arrangement is None:
             raise ValueError(
                 f"{what}, and how its parameters lie is to be inferred from a batch. Call it on one before, "
                 "outside of the transform, or pass example=batch to espalier.prepare."
+            )
+        if self.engine.plan.pipe > 1:
+            tell(
+                f"{what}, and is in a pipeline ({self.engine.plan}): it is computed whole, on every rank, "
+                "with all its weights. Right, but slow. Put the transform into the model's forward, or train "
+                "under a plan without pipe.",
+                GatherWarning,
             )
         return self.module(*args, **kwargs)
 
@@ -284,10 +286,14 @@ class PreparedModule(EngineModule):
     """
 
     def __new__(cls, engine: Engine, rows: Rows = "all") -> Self:
-        """Of a kind that has the model's own methods where ``nn.Module`` has others, or none."""
-        methods = {name: _of_model(name, engine.module) for name in _own_methods(engine.module)}
-        methods["forward"] = _with_signature(cls.forward, engine.module)
-        return super().__new__(type(cls.__name__, (cls,), methods))
+        """Of a kind that has the model's own methods where ``nn.Module`` has others, or none.
+
+        Models of one class are of one kind: ``torch.func.stack_module_state`` asks.
+        """
+        of_model = type(engine.module)
+        methods = [(name, getattr(of_model, name)) for name in (*_own_methods(engine.module), "forward")]
+        kind: Any = _kind_for(cls, tuple(methods))  # type: ignore[arg-type]
+        return super().__new__(kind)
 
     def __init__(self, engine: Engine, rows: Rows = "all") -> None:
         super().__init__(engine, rows)
@@ -466,10 +472,17 @@ def _own_methods(model: nn.Module) -> list[str]:
     return [name for name in (*special, *over) if name not in _NOT_OF_MODEL and name not in ours]
 
 
-def _with_signature(forward: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+@lru_cache(maxsize=256)
+def _kind_for(base: type[PreparedModule], methods: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
+    """A class that stands for models which have these methods."""
+    held = {name: _of_model(name, own) for name, own in methods}
+    return type(base.__name__, (base,), {**held, "forward": _with_signature(base.forward, methods[-1][1])})
+
+
+def _with_signature(forward: Callable[..., Any], of_model: Callable[..., Any]) -> Callable[..., Any]:
     """The same method, of which ``inspect.signature`` tells what the model's takes."""
 
-    @wraps(type(model).forward)
+    @wraps(of_model)
     def method(self: PreparedModule, *args: Any, **kwargs: Any) -> Any:
         if not issubclass(type(self), PreparedModule):  # a library's copy, of a class that it made (higher's)
             return self.module(*args, **kwargs)
@@ -478,9 +491,8 @@ def _with_signature(forward: Callable[..., Any], model: nn.Module) -> Callable[.
     return method
 
 
-def _of_model(name: str, model: nn.Module) -> Callable[..., Any]:
+def _of_model(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the model for what stands for it, which it gives in its own place."""
-    own = getattr(type(model), name)
 
     @wraps(own)
     def method(self: PreparedModule, *args: Any, **kwargs: Any) -> Any:

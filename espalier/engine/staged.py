@@ -20,6 +20,7 @@ from espalier.engine.awaited import Awaited, entering
 from espalier.engine.call_states import LoopCalls
 from espalier.engine.calls import keep
 from espalier.engine.copies import Copies
+from espalier.engine.full_model import output_with_stand_ins
 from espalier.engine.looks import let_look, tell_of_writes
 from espalier.engine.micro_batches import (
     Foreseen,
@@ -34,7 +35,16 @@ from espalier.engine.norm import Rider, share_of
 from espalier.engine.observing import Observers
 from espalier.engine.one_by_one import OneByOne
 from espalier.engine.own_graphs import any_tells, beside, come_unannounced, tried
-from espalier.engine.passes import Backward, Direct, Judge, Loss, Passes, Phase
+from espalier.engine.passes import (
+    Backward,
+    Direct,
+    Judge,
+    Loss,
+    Passes,
+    Phase,
+    plain_output,
+    refuse_stand_ins,
+)
 from espalier.engine.seen import Around
 from espalier.engine.shared_parameters import SharedParameters
 from espalier.engine.stage_draws import Draws, random_states
@@ -56,11 +66,26 @@ from espalier.tensor.asked import Asked, apart
 from espalier.tensor.before import Before, places, reached
 from espalier.tensor.draws import States
 from espalier.tensor.dtensor import layout_of
+from espalier.tensor.fallback import GatherWarning
 from espalier.tensor.loans import written_mark
 from espalier.tensor.meshes import brought
+from espalier.tensor.observers import tell
 from espalier.torch_private import raw, setter
 from espalier.trees import tree_map
 
+_STAND_INS = (
+    "Other tensors stand in the place of a model's parameters (torch.func.functional_call), and it is in a "
+    "pipeline"
+)
+_SLOW = (
+    ": it is computed whole, on every rank, with all these tensors. Right, but slow. Such programs (inner "
+    "loops of meta-learning) train quicker under a plan without pipe."
+)
+_REFUSED = (
+    ". There that goes for inputs that all ranks give whole, which no other call has yet to compute, and "
+    "where no two stages have copies of a parameter: put the call into the model's forward, or train under a "
+    "plan without pipe."
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _set_grad = setter("grad")
 _TELLS = 2.0**-20  # beside a number of ranks
@@ -84,6 +109,7 @@ class Staged(Passes):
         self._later: list[Callable[[], None]] | None = None  # what is to be done behind a pass beside
         self._runs = 0
         self._copies, self._alone = Copies(self), OneByOne(self)
+        self._held = frozenset[int]()  # ids of parameters, once they are laid out
         self._taken: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # see taken_gradients
         self.beside: Sequence[torch.Tensor] = ()  # what gets gradients of a pass beside the model
         self._told: ToldGradients | None = None  # on a dry mesh stages say nothing of them
@@ -168,6 +194,7 @@ class Staged(Passes):
         self.mesh.beside = beside
         self._shared.share_values()
         self._copies.lay_out(self.call.module)
+        self._held = frozenset(map(id, parameters_in(self.call.module)))
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         return self._copies.made(self.call.module, memo)
@@ -303,6 +330,9 @@ class Staged(Passes):
             with torch.inference_mode(False), torch.no_grad():
                 return self.outputs(cloned(inputs), rows)
         entered, made_by = entering(tree_map(self._on_all_ranks, inputs))
+        held = [*parameters_in(self.call.module)]
+        if not (self._held.issuperset(map(id, held)) or all(isinstance(p, nn.Parameter) for p in held)):
+            return self._with_stand_ins(entered, is_refused=rows == "own" or bool(made_by))
         self.observers.take()
         with self.observers.quiet():
             call = ModelRun(self, entered, rows, made_by, keep, batch)
@@ -312,6 +342,21 @@ class Staged(Passes):
             self.observers.tell_of_divided(self.stages.split.divided)
             let_look(call, self.observers, inputs, out)
         return out
+
+    def _with_stand_ins(self, inputs: Any, is_refused: bool) -> Any:
+        """What the model gives with other tensors in the place of its parameters, for one call.
+
+        Raises:
+            NotImplementedError: that is not done for such inputs, or copies of parameters.
+        """
+        if self.data is None:
+            refuse_stand_ins(self.call.module)
+        if is_refused or self.mesh.copied or self.mesh.is_dry:
+            raise NotImplementedError(_STAND_INS + _REFUSED)
+        tell(_STAND_INS + _SLOW, GatherWarning)
+        with self.call.autocast():
+            out = output_with_stand_ins(self.call.module, self.everywhere, self.mesh, inputs)
+        return out if torch.is_grad_enabled() else plain_output(out)
 
     def _called(self, call: ModelRun) -> Any:
         if not torch.is_grad_enabled():
@@ -545,6 +590,8 @@ class Staged(Passes):
     def finish(self) -> None:
         assert self.data is not None
         self.seen.admit()
+        if self.seen.are_given and not self.has_gradients:  # no pass has made any
+            self._is_finished = self._is_known = True
         if not self._is_finished:
             self._is_finished = True
             self.data.gradients.finish()

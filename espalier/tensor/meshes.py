@@ -77,12 +77,7 @@ def _tell(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
         SeveralMeshesError: there are copies, which some ranks find here, and others elsewhere.
     """
     tensors = list(tensors)
-    if whole.copied and not all(map(_is_alike, tensors)):
-        raise SeveralMeshesError(
-            f"{call} takes tensors of several stages, and stages have copies of "
-            f"{few(whole.copied)}: the ranks would not make the same calls. Compute with what "
-            "engine.full_state_dict() or engine.full_gradients() gives, on every rank."
-        )
+    refuse_copies(call, tensors, whole)
     places = " and ".join({str(list(t._layout.mesh.ranks)): None for t in tensors})
     tell(
         f"{call} takes tensors that lie on ranks {places}, in several stages or "
@@ -90,6 +85,20 @@ def _tell(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
         "tensor by itself, and to put these together; engine.full_state_dict() brings all weights at once.",
         GatherWarning,
     )
+
+
+def refuse_copies(call: str, tensors: Iterable[DTensor], whole: Mesh) -> None:
+    """See that all ranks find the tensors of a call where this one does.
+
+    Raises:
+        SeveralMeshesError: there are copies, which some ranks find here, and others elsewhere.
+    """
+    if whole.copied and not all(map(_is_alike, tensors)):
+        raise SeveralMeshesError(
+            f"{call} takes tensors of several stages, and stages have copies of "
+            f"{few(whole.copied)}: the ranks would not make the same calls. Compute with what "
+            "engine.full_state_dict() or engine.full_gradients() gives, on every rank."
+        )
 
 
 def _is_alike(x: DTensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from espalier.comm import move
 from espalier.comm.custom_ops import recorders, recording
 from espalier.comm.redistribute import on_dry
 from espalier.layout import Layout, any_alive
+from espalier.meanwhile import having
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp, up_to_date
 from espalier.tensor.fallback import GatherWarning, cut_again, writes
+from espalier.tensor.meshes import brought, refuse_copies
 from espalier.tensor.observers import tell
 from espalier.torch_private import (
     JVP,
@@ -60,7 +62,10 @@ class Inside(TorchFunctionMode):
 
     Attributes:
         held: the layouts of what was gathered.
+        is_idle: whether one within it gathers something.
     """
+
+    is_idle = False
 
     def __init__(self, apart: Sequence[int] = ()) -> None:
         super().__init__()
@@ -72,11 +77,16 @@ class Inside(TorchFunctionMode):
         """A DTensor's values on every rank, plain; gathered once. Of what holds tensors for ``vmap``, all."""
         if type(x) is not DTensor:
             return x.apply(self.whole) if _holds_for_vmap(x) else x
-        with outside_transforms(), raw():
+        with outside_transforms(), raw(), _idle():
             known = self._known.get(id(x))
             count = version_of(x)
             if known is None or known[1] != count or count < 0:
                 now = up_to_date(x)
+                mesh = now._layout.mesh
+                if mesh.outermost.beside is not None and mesh.outermost is not mesh:
+                    # of a stage, to which other ranks come, too: it is not the stage that computes
+                    refuse_copies("torch.vmap, or a transform of torch.func,", [now], mesh.outermost)
+                    now = brought(now, mesh.outermost)
                 layout = layout_of(now)
                 self.held.append(layout)
                 to = Layout.replicated(layout.mesh, layout.shape).with_deferred(self._apart)
@@ -87,7 +97,7 @@ class Inside(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if DTensor not in types:
+        if DTensor not in types or self.is_idle:
             return func(*args, **kwargs)
         if writes(func) and type(args[0]) is DTensor:
             raise NotImplementedError(
@@ -100,6 +110,16 @@ class Inside(TorchFunctionMode):
             with without_torch_functions():  # the program has not called this
                 args, kwargs = flat_map(lambda x: x.to(mesh.device_type), (args, kwargs), torch.Tensor)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _idle() -> Iterator[None]:
+    """While open, transforms around the one that gathers something leave its calls alone."""
+    with ExitStack() as stack:
+        for mode in function_mode_stack():
+            if isinstance(mode, Inside):
+                stack.enter_context(having(mode, is_idle=True))
+        yield
 
 
 _GIVING = (VJP, "linearize")  # a value and a function
