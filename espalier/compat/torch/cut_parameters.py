@@ -18,6 +18,7 @@ from torch import nn
 
 from espalier.blocks import parameters_in
 from espalier.layout import Layout
+from espalier.parallel.tensor.tables import whole_of
 from espalier.tensor import DTensor, lay_out, plain
 from espalier.tensor.dtensor import become_parameter, set_by_program, set_class
 
@@ -87,8 +88,9 @@ def cut_when_asked(module: nn.Module, layout_of: _LayoutOf) -> None:
     Not those of ``espalier.deferred()``, whose values are yet to be made.
     """
     for p in parameters_in(module):
-        is_recorded = p.is_meta and hasattr(p.untyped_storage(), "_deferred")
-        if type(p) in (nn.Parameter, CutWhenAsked) and not is_recorded:
+        if type(p) not in (nn.Parameter, CutWhenAsked):  # parallelize_module has cut it
+            continue
+        if not (p.is_meta and hasattr(p.untyped_storage(), "_deferred")):
             set_class(p, CutWhenAsked)
             vars(p).update({_HOW: layout_of, "_is_param": True})
 
@@ -120,5 +122,5 @@ def made_whole(module: nn.Module) -> None:
     for p in parameters_in(module):
         vars(p).pop(OWNER, None)
         if type(p) is DTensor:
-            become_parameter(p, p.detach().full_tensor())
+            become_parameter(p, whole_of(p))
             vars(p).pop("_is_cut_early", None)

@@ -27,6 +27,7 @@ from espalier.engine import Engine, initialize
 from espalier.engine.accumulation import Count
 from espalier.engine.model_call import plain_output
 from espalier.engine.module import optimizer_of
+from espalier.engine.staged import Staged
 from espalier.engine.surface import bound
 from espalier.meanwhile import setting
 from espalier.mesh import Mesh
@@ -34,9 +35,10 @@ from espalier.mesh.mesh import coordinate_at
 from espalier.parallel import Plan
 from espalier.parallel.schedules import Schedule
 from espalier.parallel.schedules.generate import dual_pipe_v, interleaved_zero_bubble, looped_bfs
+from espalier.parallel.tensor.tables import unstyled
 from espalier.tensor import full_tensor
 from espalier.texts import refuse
-from espalier.trees import tree_map
+from espalier.trees import tensors_in, tree_map
 
 
 class PipelineStage:
@@ -289,9 +291,16 @@ class _Schedule:
         first = self._stages[0]
         each = len(self._stages)
         wrapped: dict[str, Any] = {}
+        self._layouts: dict[str, str] = {}  # of modules that parallelize_module has cut
         for one in self._stages:
             one.submod, said = _unwrapped(one.submod)
+            meshes, layouts, cuts_sequences = unstyled(one.submod)
             wrapped |= said
+            if meshes:
+                wrapped |= {"tensor": meshes[0].size()}
+                wrapped["sequence_parallel"] = cuts_sequences or wrapped.get("sequence_parallel", False)
+            inside = "" if one.cuts is not None else f"{one.stage_index}."
+            self._layouts |= {f"{inside}{name}": how for name, how in layouts.items()}
         ranks, kind = first.num_stages // each, type(self).schedule
         if ranks * each != first.num_stages:
             reason = f"expected the same number on each rank: {first.num_stages} stages are no multiple of it"
@@ -317,9 +326,10 @@ class _Schedule:
             mesh = self._mesh(plan)
             model = self._stages[0].submod if self._is_whole else self._joined(mesh)
             loss_fn = None if self._loss_fn is None else self._kept_loss
-            self._made = initialize(
-                model, optimizer_of(model), plan, mesh=mesh, loss_fn=loss_fn, count=self._count
-            )
+            of_all = gather_objects(self._layouts, mesh) if mesh.size() > 1 else [self._layouts]
+            layouts = {name: how for of in of_all for name, how in of.items()}
+            options: dict[str, Any] = {"loss_fn": loss_fn, "count": self._count, "layouts": layouts or None}
+            self._made = initialize(model, optimizer_of(model), plan, mesh=mesh, **options)
             self._place = Readers(mesh, plan).place
         return self._made
 
@@ -413,11 +423,14 @@ class _Schedule:
         of_all = self._given((args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs), n)
         inputs = self._inputs(of_all, n)
         targets = self._targets(of_all)
+        spans = self._spans(of_all)
         is_last = any(stage.is_last for stage in self._stages)
         if self._loss_fn is None or not (targets or torch.is_grad_enabled()):
             if all(x.is_by_rows and not x.is_cut for x in of_all):
                 inputs = [joined(inputs)]
             outputs = [engine.predict(x) for x in inputs]
+            if spans is not None:
+                outputs = [_own_rows(outputs[0], spans)]
             return merge_chunks(outputs, self._merge_spec) if is_last and return_outputs else None
         if not targets:
             expected = "none was given on any rank: expected it from the rank of the last stage"
@@ -426,16 +439,43 @@ class _Schedule:
         if not torch.is_grad_enabled():
             loss = engine.evaluate(parts)
         else:
+            passes = engine.passes
+            earlier = passes.taken_gradients() if isinstance(passes, Staged) else {}
             engine.accumulate(parts)
             engine.finish_gradients()
+            if isinstance(passes, Staged):
+                passes.add_gradients(earlier)  # as on one process, until the program drops them
             assert engine.loss is not None
             loss = engine.loss
         kept, self._kept = self._kept[-n:], []  # before them may stand what the model was split by
+        has_all = len(kept) == n
+        outputs, told = [plain_output(x) for x, _ in kept], [full_tensor(x) for _, x in kept]
+        if spans is not None and has_all:  # as each of several pipelines has its own
+            outputs = [_own_rows(x, [span]) for x, span in zip(outputs, spans, strict=True)]
+            own = next(x.targets for x in of_all if x.place == self._place and x.targets is not None)
+            with torch.no_grad():
+                several = zip(outputs, own, strict=True) if losses is not None else ()
+                told = [self._loss_fn(*each, **self._loss_options) for each in several]
         if losses is not None:
-            losses[:] = [full_tensor(x) for _, x in kept] if len(kept) == n else [loss] * n
-        if not return_outputs or len(kept) != n:
+            losses[:] = told if has_all else [loss] * n
+        return merge_chunks(outputs, self._merge_spec) if return_outputs and has_all else None
+
+    def _spans(self, of_all: Sequence[_Given]) -> list[tuple[int, int, int]] | None:
+        """Of each micro-batch where this pipeline's rows begin, how many there are, and how many all have.
+
+        None where they are all its own.
+        """
+        rows = {
+            x.place: [_rows(part) for part in zip(*x.inputs, strict=True)]
+            for x in of_all
+            if x.inputs is not None and (self._is_whole or 0 in x.stages)
+        }
+        if len(rows) < 2 or self._place not in rows:
             return None
-        return merge_chunks([plain_output(x) for x, _ in kept], self._merge_spec)
+        before = [of for place, of in rows.items() if place < self._place]
+        starts = [sum(of[i] for of in before) for i in range(len(rows[self._place]))]
+        sizes = map(sum, zip(*rows.values(), strict=True))
+        return [*zip(starts, rows[self._place], sizes, strict=True)]
 
     def _given(self, whole: tuple[Any, Any, Any], cut: tuple[Any, Any, Any], n: int) -> list[_Given]:
         """What each rank gives to a step of ``n`` micro-batches: inputs and targets, or those that it cut.
@@ -467,8 +507,12 @@ class _Schedule:
         """The model's inputs of each micro-batch; of all pipelines that give some.
 
         Raises:
-            MistakeError: none does; or several do, and rows are not what they are cut by.
+            MistakeError: none does, or one of fewer rows than micro-batches; or several do, and rows are not
+                what they are cut by.
         """
+        few = min((len(x.inputs[0]) for x in of_all if x.inputs is not None), default=n)
+        if few < n:
+            refuse("step", [("inputs", f"of {few} rows", f"expected one for each of {n} micro-batches")])
         cut = []
         for place in sorted({x.place for x in of_all}):
             giving = [x for x in of_all if x.place == place and x.inputs is not None]
@@ -525,6 +569,28 @@ def _packed(parts: Mapping[int, nn.Module]) -> bytes | str:
 def _along(axes: Mapping[str, int], name: str, rank: int) -> int:
     """A rank's coordinate on one axis, of axes that are said outermost first."""
     return coordinate_at(rank, [*axes.values()])[[*axes].index(name)]
+
+
+def _rows(given: Any) -> int:
+    """How many rows the inputs of a micro-batch have."""
+    return max((x.shape[0] for x in tensors_in(given) if x.ndim), default=0)
+
+
+def _own_rows(output: Any, spans: Sequence[tuple[int, int, int]]) -> Any:
+    """Of what came of micro-batches, one behind the other, what is of the rows of one pipeline."""
+    size = sum(of for *_, of in spans)
+
+    def own(x: Any) -> Any:
+        each, odd = divmod(x.shape[0], max(size, 1)) if isinstance(x, torch.Tensor) and x.ndim else (0, 1)
+        if odd:
+            return x
+        parts, at = [], 0
+        for start, n, of in spans:
+            parts.append(x.narrow(0, (at + start) * each, n * each))
+            at += of
+        return torch.cat(parts)
+
+    return tree_map(own, output)
 
 
 def _cut(target: Any, n: int) -> list[Any]:

@@ -374,8 +374,14 @@ def unstyled(model: nn.Module) -> tuple[list[Mesh], dict[str, str], bool]:
         _count_all_heads(model, table, next(iter(meshes)).size())
     for p in parameters_in(model) if meshes else ():
         if isinstance(p, DTensor) and p.device_mesh in meshes:
-            become_parameter(p, full_tensor(p.detach()))
+            become_parameter(p, whole_of(p))
     return list(meshes), table, cuts_sequences
+
+
+def whole_of(p: DTensor) -> torch.Tensor:
+    """A parameter's whole value, without one where it has none yet (a collective, where it has one)."""
+    x = p.detach()
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if x.is_meta else full_tensor(x)
 
 
 def _count_all_heads(model: nn.Module, table: Mapping[str, str], ranks: int) -> None:
