@@ -86,6 +86,14 @@ def _options(
     """Train single-device PyTorch models on a mesh of ranks."""
 
 
+def _check_outputs(*paths: Path | None) -> None:
+    """See before what takes long that there is a place for what it writes."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"{path} cannot be written: {why}. Give another path.")
+
+
 def _write_json(path: Path | None, table: Any) -> None:
     """Write what JSON takes, where that is asked for."""
     if path is not None:
@@ -107,6 +115,7 @@ def train(
     """Train the job's model, with live progress."""
     with one_clear_message(debug):
         console = Console()
+        _quieten_torch(nodes)
         loaded = load(job, set_ or [], ranks, resume=resume)
         from espalier.train.run import PREEMPTED  # takes seconds: what is wrong with the job is told before
         from espalier.train.trainer import Preempted
@@ -147,6 +156,24 @@ def verify(
                 raise typer.Exit(1)
 
 
+_SEVERAL = ("SLURM_STEP_NUM_NODES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")  # tell of machines
+
+
+def _quieten_torch(nodes: int | None) -> None:
+    """Import torch so that this process, which starts ranks, logs no vain look for the first machine.
+
+    Who is waited for, and why, is told in words. Torch asks for the level as it is imported.
+    """
+    level = "TORCH_CPP_LOG_LEVEL"
+    if level in os.environ or (nodes is None and not any(name in os.environ for name in _SEVERAL)):
+        return
+    os.environ[level] = "FATAL"
+    try:
+        import torch  # noqa: F401
+    finally:
+        del os.environ[level]  # ranks log as ever
+
+
 def _hosts(nodes: int | None, node_rank: int | None, rdzv: str | None, console: Console) -> Any:
     """The machines that take part."""
     from espalier.mesh.hosts import Hosts, find_hosts
@@ -185,6 +212,7 @@ def dry(
     """Predict one step on any number of ranks, without starting one: bytes per axis, peak memory."""
     with one_clear_message(debug):
         place = dict(map(_numbered, rank or []))
+        _check_outputs(json_)
         loaded = load(job, set_ or [], ranks)
         from espalier.train.building import dry_step
 
@@ -197,13 +225,13 @@ def dry(
 def plan(
     job: JobFile,
     cluster: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME|FILE",
             help=f"One that is shipped ({', '.join(_CLUSTERS)}), a file, or here: this machine, as calibrate "
             "measured it.",
         ),
-    ],
+    ] = None,
     set_: Set = None,
     ranks: Annotated[
         int | None,
@@ -228,6 +256,10 @@ def plan(
     Exit code 1 when nothing fits.
     """
     with one_clear_message(debug):
+        if cluster is None:
+            names = ", ".join(_CLUSTERS)
+            raise ValueError(f"--cluster is missing: one that is shipped ({names}), a file, or here.")
+        _check_outputs(json_, html, trace)
         from espalier.train.foresight import foresee
         from espalier.train.job import Job
 
@@ -273,6 +305,8 @@ def calibrate(
         from espalier.planner.calibrate import show
         from espalier.planner.cluster import here
 
+        if out is not None and out.is_dir():
+            _check_outputs(out)
         path = out or here()
         path.parent.mkdir(parents=True, exist_ok=True)
         cluster = measured(ranks, show, anyway=anyway, disk=disk, device_type=device)
@@ -302,6 +336,7 @@ def compare(
 ) -> None:
     """Lay what plan says of a job's own plan beside real steps of it on this machine, term by term."""
     with one_clear_message(debug):
+        _check_outputs(json_, html, trace)
         loaded, console = load(job, set_ or [], ranks), Console()
         from espalier.parallel.schedules.simulate import draw
         from espalier.planner.cluster import Cluster
@@ -376,6 +411,7 @@ def schedule(
         from espalier.parallel.pipeline import TABLES, find_schedule, read_times, simulate, write_table
         from espalier.parallel.schedules.simulate import PICTURES, draw
 
+        _check_outputs(*out or [])
         costs = read_times(times)
         built = find_schedule(kind, stages, microbatches, virtual)
         timeline = simulate(built, costs)
@@ -420,12 +456,13 @@ def run(
     Exit code: that of the rank which failed first.
     """
     with one_clear_message(debug):
+        _quieten_torch(nodes)
         hosts = _hosts(nodes, node_rank, rdzv, Console(stderr=True))
         from espalier.mesh.hosts import Task
-        from espalier.mesh.launch import LaunchError, launch
+        from espalier.mesh.launch import LaunchError, launch, of_ranks
 
         if isinstance(hosts, Task):  # this process is a rank already
-            os.environ.update(hosts.environment)
+            os.environ.update({**of_ranks(), **hosts.environment})
             os.execv(sys.executable, [sys.executable, script, *context.args])
         try:
             # a script may catch Ctrl-C, and save before it ends
@@ -474,6 +511,7 @@ def compare_runs(
 ) -> None:
     """Tell two runs apart: what their jobs say, how they ended; as a page, too."""
     with one_clear_message(debug):
+        _check_outputs(out)
         from espalier.files import write_file
         from espalier.texts import in_columns
         from espalier.train.page import compared, page, read_runs

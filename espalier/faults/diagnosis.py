@@ -17,6 +17,10 @@ from espalier.comm.control import met_by, named
 from espalier.faults.settings import Faults
 
 _SOON: Final = 2.0  # seconds without a move, where the cause is known
+_UNHEARD: Final = (
+    "Does the network between the machines lose large packets, as where it carries none of the size that "
+    "their interfaces have (the MTU: `ip link`, `ping -M do -s 8972 HOST`), or stands a firewall there?"
+)
 _TOGETHER: Final = (
     "A collective is made by all of its ranks: so are a step, a call of a prepared model, full_tensor(), "
     ".numpy() and a print of a tensor that is cut, state_dict() of a model or an optimizer that is, and "
@@ -42,6 +46,7 @@ class Sign:
         peers: of other ranks on its machine the seconds computed; None where the process has ended.
         ready: of these, those that give no sign but would compute if they had a core.
         recent: its last collectives as (ranks, number among these, what, step).
+        resends: whether what it has sent does not arrive.
     """
 
     rank: int
@@ -60,6 +65,7 @@ class Sign:
     peers: dict[int, float | None] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
     recent: list[tuple[str, int, str, int]] = field(default_factory=list)
+    resends: bool = False
 
     @property
     def host(self) -> str:
@@ -203,6 +209,14 @@ def _hanging(heard: Mapping[int, Heard], signs: Mapping[int, Sign]) -> Verdict:
     if elsewhere:
         says = f"has done nothing for {delay:.1f} s, and the others wait"
         return _verdict(heard, elsewhere, lambda s: says, delay)
+    unheard = sorted(rank for rank, s in signs.items() if s.resends)
+    if unheard and _parting(list(signs.values())) is None:
+        text = (
+            f"What {named(unheard)} sent does not arrive, though signs of life do: it is sent again and "
+            f"again, and nothing has come for {delay:.1f} s. {_UNHEARD}\n"
+            f"{_rest(heard, ())}"
+        )
+        return Verdict((), text, delay)
     parted = divergence(list(signs.values()))
     if parted is not None:
         ranks, what = parted

@@ -44,6 +44,8 @@ _OUTSIDE: Final = frozenset(
 )
 _DEBUGGERS: Final = frozenset("bdb pdb cmd IPython ipdb".split())
 _ACKED: Final = 120  # where tcp_info has the bytes that were acknowledged, and after them those received
+_RESENT: Final = 2  # and how often it has sent again what was not
+_TRIES: Final = 3  # so often, with nothing in between: it does not arrive
 
 _LIBRARY: Final = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<")
 _PACKAGES: Final = f"{os.sep}site-packages{os.sep}"
@@ -59,10 +61,12 @@ class Look(NamedTuple):
         state: ``"busy"``; ``"waits"`` in a collective; ``"idle"``; ``"outside"``: waits for what is not the
             program's; ``"held"``: by a debugger.
         where: the line of the program, and the innermost one.
+        resends: whether a connection sends again and again what the other end does not acknowledge.
     """
 
     state: str
     where: str
+    resends: bool = False
 
 
 class Activity:
@@ -79,6 +83,7 @@ class Activity:
         self._at = time.monotonic()
         self._cpu = self._computed()
         self._besides: tuple[int, float] | None = None
+        self._resends = False
 
     def look(self, hard: bool) -> Look:
         """What the process did since the last look; ``hard``: also at what costs more to see."""
@@ -99,7 +104,7 @@ class Activity:
             return Look("busy", seen.where)
         if seen.communicates:
             # what other threads of the program do meanwhile is no part of its progress
-            return Look("waits", seen.where)
+            return Look("waits", seen.where, self._resends)
         if seen.held:
             return Look("held", seen.where)
         if every or worked:
@@ -122,7 +127,7 @@ class Activity:
 
     def _carried(self) -> int:
         """Bytes that its TCP connections have sent and received, but for the store's."""
-        total = 0
+        total, self._resends = 0, False
         with contextlib.suppress(OSError):
             for entry in (_PROC / "self/fd").iterdir():
                 with contextlib.suppress(OSError, struct.error, ValueError):
@@ -137,6 +142,7 @@ class Activity:
             if self._port in (one.getsockname()[1], one.getpeername()[1]):
                 return 0
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            self._resends |= info[_RESENT] >= _TRIES
             acked, received = struct.unpack_from("=QQ", info, _ACKED)
             return int(acked + received)
 

@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from espalier.comm.ledger import Collective, observed
+from espalier.faults.alike import same_package
 from espalier.faults.diagnosis import Heard, Sign, Verdict, judge
 from espalier.faults.liveness import Activity, Device, Look, Signals, computed_by, is_ready, machine
 from espalier.faults.settings import Faults
@@ -461,6 +462,7 @@ class Watchdog:
         quiet = time.monotonic() - self._quiet_since
         sign = Sign(self.rank, self._machine, os.getpid(), self._number, self.step, self._doing())
         sign.state, sign.where, sign.quiet = self._look.state, self._look.where, quiet
+        sign.resends = self._look.resends
         sign.end, sign.message, sign.at = end, self._message, self._at
         sign.words = [] if self._stderr is None else self._stderr.last()
         sign.peers = self._peers()
@@ -520,6 +522,9 @@ def watched(faults: Faults | None = None) -> Watchdog:
 
     Args:
         faults: how it looks for them from now on; by default as it does, or as :class:`Faults` says.
+
+    Raises:
+        ValueError: another machine has another version of the package, or of torch.
     """
     running = next((each for each in Mesh.everywhere if type(each) is Watchdog), None)
     if running is not None and running._world is dist.group.WORLD:
@@ -532,6 +537,7 @@ def watched(faults: Faults | None = None) -> Watchdog:
     pulse = Watchdog(faults or Faults())
     if not _is_alone() and pulse.faults.watch and os.environ.get(_OFF) != "off":
         pulse.start()
+        same_package()  # an error reaches the others by the watch
     return pulse
 
 

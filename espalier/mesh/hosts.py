@@ -7,6 +7,7 @@ machines look for each other, which of them is waited for, and where.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -68,13 +70,15 @@ def find_hosts(nodes: int | None, node: int | None, rendezvous: str | None) -> H
     Raises:
         ValueError: a part is missing, and nothing else tells it.
     """
-    launcher = None if nodes == 1 else told_by(os.environ, socket.gethostname(), nodes)
+    said = {} if rendezvous is None else {"MASTER_ADDR": rendezvous.rpartition(":")[0] or rendezvous}
+    launcher = None if nodes == 1 else told_by({**os.environ, **said}, socket.gethostname(), nodes)
     if nodes is None and node is None and rendezvous is None:
         return launcher
     if isinstance(launcher, Task):
         raise ValueError(
-            "each rank was started by a launcher (srun, mpirun), one process for each: leave --nodes out, or "
-            "start one process a machine (srun --ntasks-per-node=1, mpirun --npernode 1)"
+            "each rank was started by a launcher (srun, mpirun), one process for each: leave --nodes, "
+            "--node-rank and --rdzv out, or start one process a machine (srun --ntasks-per-node=1, mpirun "
+            "--npernode 1, mpiexec -ppn 1)"
         )
     total = nodes or (launcher.nodes if launcher else None)
     this = node if node is not None else launcher.node if launcher else None
@@ -102,16 +106,23 @@ def find_hosts(nodes: int | None, node: int | None, rendezvous: str | None) -> H
 
 
 def told_by(environ: Mapping[str, str], hostname: str, nodes: int | None = None) -> Hosts | Task | None:
-    """What SLURM, Open MPI or Kubernetes say of a run of several machines; None where none of them does.
+    """What SLURM, MPI or Kubernetes say of a run of several machines; None where none of them does.
 
     Args:
         environ: the environment.
         hostname: this machine's.
         nodes: how many there are, where Kubernetes does not say.
+
+    Raises:
+        ValueError: MPI's launcher does not say where the first machine is, nor does anything else.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return None  # torchrun has spoken
-    return _by_slurm(environ) or _by_open_mpi(environ) or _by_kubernetes(environ, hostname, nodes)
+    # mpirun may have started its helpers by srun, of which the ranks then inherit the variables
+    by_mpi = _by_open_mpi(environ)
+    if by_mpi is None and environ.get("PMI_SIZE") != environ.get("SLURM_STEP_NUM_TASKS"):
+        by_mpi = _by_hydra(environ)
+    return by_mpi or _by_slurm(environ) or _by_kubernetes(environ, hostname, nodes)
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Hosts | Task | None:
@@ -131,23 +142,63 @@ def _by_slurm(environ: Mapping[str, str]) -> Hosts | Task | None:
 
 
 def _by_open_mpi(environ: Mapping[str, str]) -> Hosts | Task | None:
-    try:
-        size, rank = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
-        here = int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    except (KeyError, ValueError):
-        return None
     # the machine that mpirun runs on, which is the first of its ranks unless it was told otherwise
     uri = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_SERVER_URI2", "")
-    address = re.search(r"tcp4?://([\d.]+)", uri)
-    host = environ.get("MASTER_ADDR") or (address[1] if address else "")
-    if size == 1 or not host:
+    told = re.search(r"tcp4?://([\d.,]+)", uri)
+    # newer ones name what each machine's own helper listens at, which no other reaches
+    addresses = [x for x in told[1].split(",") if not x.startswith("127.")] if told else []
+    names = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    return _by_mpi(environ, *names, "OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI", next(iter(addresses), ""))
+
+
+def _by_hydra(environ: Mapping[str, str]) -> Hosts | Task | None:
+    names = "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"
+    return _by_mpi(environ, *names, "MPI", "")
+
+
+def _by_mpi(
+    environ: Mapping[str, str], size: str, rank: str, here: str, place: str, source: str, first: str
+) -> Hosts | Task | None:
+    """What the variables of these names say.
+
+    Args:
+        first: where the first rank is, if the launcher says so.
+
+    Raises:
+        ValueError: nothing says it.
+    """
+    try:
+        total, number, local = int(environ[size]), int(environ[rank]), int(environ[here])
+        port = int(environ.get("MASTER_PORT", PORT))
+    except (KeyError, ValueError):
         return None
-    port = int(environ.get("MASTER_PORT", PORT))
-    if here == 1:
-        return Hosts(size, rank, host, port, "Open MPI")
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(here)}
-    variables["LOCAL_RANK"] = environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    if total == 1:
+        return None
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if local == total else first)
+    host = host or next(iter(expand(environ.get("SLURM_JOB_NODELIST", ""))), "")
+    if not host:
+        raise ValueError(
+            f"{source} has started {total} processes on several machines, and nothing says where the first "
+            "is: MASTER_ADDR is missing. Hand it on, as mpirun -x MASTER_ADDR=first-host ... (Open MPI) or "
+            "mpiexec -genv MASTER_ADDR first-host ... (MPICH, Intel MPI)."
+        )
+    if local == 1:
+        return Hosts(total, number, host, port, source)
+    variables = {"RANK": str(number), "WORLD_SIZE": str(total), "LOCAL_WORLD_SIZE": str(local)}
+    variables["LOCAL_RANK"] = environ.get(place, "0")
     return Task({**variables, "MASTER_ADDR": host, "MASTER_PORT": str(port)})
+
+
+def unjoined(environ: Mapping[str, str]) -> str:
+    """What to tell of a process that is alone, though a launcher has started several; "" of others."""
+    with contextlib.suppress(ValueError):
+        if told_by(environ, "") is None:
+            return ""
+    return (
+        "srun or mpirun has started several processes, but RANK and WORLD_SIZE are not set: each is alone. "
+        "For one world of all of them start `espalier run SCRIPT.py` in place of `python SCRIPT.py`, or set "
+        "them, MASTER_ADDR and MASTER_PORT too"
+    )
 
 
 def _by_kubernetes(environ: Mapping[str, str], hostname: str, nodes: int | None) -> Hosts | None:
@@ -200,6 +251,8 @@ class Meeting:
     def __init__(self, hosts: Hosts, ranks: int, say: Callable[[str], None]) -> None:
         self._hosts, self._ranks, self._say = hosts, ranks, say
         self._done = threading.Event()
+        self._store: dist.TCPStore | None = None
+        self._signing: threading.Thread | None = None
         self._thread = threading.Thread(target=self._watch, name="espalier-meeting", daemon=True)
 
     def __enter__(self) -> Meeting:
@@ -213,48 +266,88 @@ class Meeting:
     def _watch(self) -> None:
         begun, said = time.monotonic(), 0.0
         awaited = ""
-        store: dist.TCPStore | None = None
         while not self._done.wait(0.2):
-            waits = self._reach()
-            if waits is None:
-                try:
-                    store = store or self._sign_in()
-                    missing = self._missing(store)
-                except (dist.DistError, RuntimeError):
-                    store, missing = None, []
-                    waits = self._name(0)
-                if waits is None and not missing:
-                    if awaited:
-                        self._say(f"{self._me()}: all {self._hosts.nodes} nodes are there")
-                    return
-                waits = waits or ", ".join(self._name(node) for node in missing)
+            waits, why = self._look()
+            if not waits:
+                if awaited:
+                    self._say(f"{self._me()}: all {self._hosts.nodes} nodes are there")
+                return
             now = time.monotonic()
             if now - begun > _SILENT and (now - said > _AGAIN or waits != awaited):
-                self._say(f"{self._me()} waits for {waits}")
+                self._say(f"{self._me()} waits for {waits}{why}")
                 said, awaited = now, waits
 
-    def _reach(self) -> str | None:
-        """What stands in the way of the first machine; None if it answers."""
+    def _look(self) -> tuple[str, str]:
+        """Who is awaited, and what is known of why; nobody, once all are there."""
+        why = self._reach()
+        if why:
+            return self._name(0), why
+        if self._store is None:
+            if self._signing is None or not self._signing.is_alive():
+                self._signing = threading.Thread(target=self._sign_in, name="espalier-sign-in", daemon=True)
+                self._signing.start()
+                self._signing.join(1.0)
+            if self._store is None:
+                why = f": what answers at {self._hosts.endpoint} is not it; has another program that port?"
+                return self._name(0), why
+        try:
+            missing = [n for n in range(self._hosts.nodes) if not self._store.check([_signed(n)])]
+            if not missing:
+                self._compare([json.loads(self._store.get(_signed(n))) for n in range(self._hosts.nodes)])
+        except (dist.DistError, RuntimeError):
+            self._store = None
+            return self._name(0), ""
+        return ", ".join(map(self._name, missing)), self._misled() if self._hosts.node == 0 else ""
+
+    def _reach(self) -> str:
+        """What stands in the way of the first machine; nothing if it answers."""
         host, port = self._hosts.host, self._hosts.port
         try:
             socket.create_connection((host, port), timeout=1.0).close()
         except socket.gaierror:
-            return f"{self._name(0)}: the name {host} is not known here"
+            return f": the name {host} is not known here"
         except OSError as error:
-            why = error.strerror or "no answer"
-            return f"{self._name(0)}: nothing answers at {self._hosts.endpoint} ({why.lower()})"
-        return None
+            why = (error.strerror or "no answer").lower()
+            return f": nothing answers at {self._hosts.endpoint} ({why}){self._misled()}"
+        return ""
 
-    def _sign_in(self) -> dist.TCPStore:
+    def _misled(self) -> str:
+        """Whether this machine is not the one that its number says; asked where one is awaited."""
+        host, node = self._hosts.host, self._hosts.node
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, 0))
+        except OSError:
+            return "" if node else f"; {host} is no address of this machine: is it the first?"
+        is_alone = own_address(host, self._hosts.port).startswith("127.")  # several nodes on one machine
+        return f"; {host} is this machine: is it not node 0?" if node and not is_alone else ""
+
+    def _sign_in(self) -> None:
         hosts = self._hosts
-        store = dist.TCPStore(
-            hosts.host, hosts.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
-        )
-        store.set(f"espalier/node/{hosts.node}", socket.gethostname())
-        return store
+        try:
+            store = dist.TCPStore(
+                hosts.host, hosts.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+            )
+            mine = json.dumps([hosts.nodes, self._ranks, socket.gethostname(), os.getpid()])
+            there = store.compare_set(_signed(hosts.node), "", mine).decode()
+            if there != mine:
+                self._say(
+                    f"{self._me()}: a node {hosts.node} was there before, on {json.loads(there)[2]}; each "
+                    "machine needs a --node-rank of its own"
+                )
+                store.set(_signed(hosts.node), mine)  # or it was this one, started again
+            self._store = store
+        except (dist.DistError, RuntimeError):
+            return
 
-    def _missing(self, store: dist.TCPStore) -> list[int]:
-        return [n for n in range(self._hosts.nodes) if not store.check([f"espalier/node/{n}"])]
+    def _compare(self, nodes: Sequence[Sequence[Any]]) -> None:
+        """Tell which machines were told of other numbers than this one."""
+        for n, (total, ranks, host, _) in enumerate(nodes):
+            if (total, ranks) != (self._hosts.nodes, self._ranks):
+                self._say(
+                    f"{self._me()} was told --nodes {self._hosts.nodes} and to start {self._ranks} of the "
+                    f"ranks, but node {n}, on {host}, --nodes {total} and to start {ranks}: give all the same"
+                )
 
     def _me(self) -> str:
         return f"{self._name(self._hosts.node)} on {socket.gethostname()}"
@@ -262,6 +355,10 @@ class Meeting:
     def _name(self, node: int) -> str:
         first, last = node * self._ranks, (node + 1) * self._ranks - 1
         return f"node {node} (rank{f's {first} to {last}' if last > first else f' {first}'})"
+
+
+def _signed(node: int) -> str:
+    return f"espalier/node/{node}"
 
 
 @contextlib.contextmanager

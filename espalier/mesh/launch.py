@@ -55,6 +55,9 @@ _TAIL_LINES = 30
 _ONE_ORDER = {"PYTHONHASHSEED": "0"}
 _TRACE = re.compile(r"\[rank\d+\]: ?")
 _FRAME = '  File "'
+_OF_CPP = re.compile(
+    r"frame #\d+: |<omitting python frames>|Exception raised from .*\(most recent call first\)"
+)
 _OF_LIBRARY = re.compile(
     rf"{_FRAME}({re.escape(str(Path(__file__).parent.parent))}|.*/(site|dist)-packages)/"
 )
@@ -161,12 +164,17 @@ def launch(
 
 def _settings(hosts: Hosts | None) -> dict[str, str]:
     """What the environment of ranks has beside ours."""
-    settings = _unless_said({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **_ONE_ORDER})
+    settings = of_ranks()
     if hosts is None:
         use_loopback(settings)
     else:
         settings |= settings_for(hosts)
     return settings
+
+
+def of_ranks() -> dict[str, str]:
+    """What the environment of every rank has, whoever starts it, unless it says otherwise."""
+    return _unless_said({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **_ONE_ORDER})
 
 
 def _unless_said(settings: Mapping[str, str]) -> dict[str, str]:
@@ -369,7 +377,10 @@ def _own_words(folder: Path, rank: int) -> list[str]:
 
 
 def _tail(lines: list[str]) -> list[str]:
-    """The last lines; of more than these without a traceback's frames of libraries, but for the last."""
+    """The last lines, without C++'s stacks; of more than these without a traceback's frames of libraries, but
+    for the last.
+    """
+    lines = [line for line in lines if not _OF_CPP.match(line)]
     if len(lines) <= _TAIL_LINES:
         return lines
     groups: list[list[str]] = []  # a frame is one
@@ -419,8 +430,8 @@ def _explain(
     else:
         lines = [f"rank {rank} of {nproc} failed: {_exit_text(code)}", *account]
     if rank not in here:
-        stopped = f"ranks {here[0]} to {here[-1]} were stopped"
-        lines = [f"rank {rank} of {nproc} failed, on another host: {stopped}", *account]
+        ours = f"ranks {here[0]} to {here[-1]} were" if len(here) > 1 else f"rank {here[0]} was"
+        lines = [f"rank {rank} of {nproc} failed, on another host: {ours} stopped", *account]
         place = (logs or folder) if _not_shown(folder, rank) else None
         if place is not None:
             lines.append(f"What they wrote on this host: {place}")

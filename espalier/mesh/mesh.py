@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ from espalier.device import (
     of_world,
 )
 from espalier.meanwhile import having
+from espalier.mesh.hosts import unjoined
 from espalier.mesh.process import running_size, start
 from espalier.texts import expect, shown, whole
 from espalier.torch_private import backend_for, disable_modes, forget_groups, mesh_resources, root_mesh
@@ -190,9 +192,11 @@ class Mesh:
             _check_ranks(tuple(ranks), names, shape, world)
         elif needed != world:
             asked_for = " × ".join(f"{k} {v}" for k, v in axes.items())
+            alone = "" if running else unjoined(os.environ)
             raise ValueError(
                 f"The mesh {asked_for} needs {needed} rank(s), but {world} are running. Start {needed} ranks "
                 f"(espalier run -n {needed} ..., torchrun --nproc-per-node {needed} ...) or change the axes."
+                f"{alone and f' {alone}.'}"
             )
         if device_type is None:
             device_type = of_world() if running else accelerator() or "cpu"
@@ -203,6 +207,8 @@ class Mesh:
         if known is not None:
             return known
         if not running:
+            if alone := unjoined(os.environ):
+                warnings.warn(alone, stacklevel=2)
             mesh = _built()[device_type, names, shape, members] = Mesh.single(names, device_type)
             return mesh
         if ranks is not None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from espalier.faults.alike import same_on_all
 from espalier.faults.watchdog import watched
 from espalier.files import temporary_folder
 from espalier.mesh.hosts import Hosts, Task
@@ -276,6 +277,9 @@ PREEMPTED = 75
 """Exit code of a run that was asked to leave, saved, and left (sysexits.h: try again later)."""
 
 
+_ONE_JOB = "Every machine needs the same job file, and the same options of the command."
+
+
 def execute(action: str, job: Job, keep: Callable[[Any], None] | None = None, **options: Any) -> Any:
     """Do ``action`` on this rank; its result on rank 0, None elsewhere.
 
@@ -288,21 +292,29 @@ def execute(action: str, job: Job, keep: Callable[[Any], None] | None = None, **
         TrainingError: when training cannot go on.
     """
     world = start(options.get("device_type")).world_size
-    if job.faults.watch:
-        watched(job.faults)
-    else:
-        os.environ["ESPALIER_FAULTS"] = "off"  # else the first mesh would begin one
+    try:
+        if job.faults.watch:
+            watched(job.faults)
+        else:
+            os.environ["ESPALIER_FAULTS"] = "off"  # else the first mesh would begin one
+        given = {name: str(value) for name, value in options.items()}
+        same_on_all("the same job", {**job.raw, "options": given}, _ONE_JOB)
+        return _done(action, job, keep, world, options)
+    finally:
+        finish()
+
+
+def _done(
+    action: str, job: Job, keep: Callable[[Any], None] | None, world: int, options: dict[str, Any]
+) -> Any:
     if action == "train":
         job = fitted(job, world)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and job.checkpoint is not None:
             options["resume"] = True
-    try:
-        result = _ACTIONS[action](job, **options)
-        if keep is not None:
-            keep(result)
-        return result
-    finally:
-        finish()
+    result = _ACTIONS[action](job, **options)
+    if keep is not None:
+        keep(result)
+    return result
 
 
 def fitted(job: Job, ranks: int) -> Job:

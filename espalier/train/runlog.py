@@ -111,7 +111,7 @@ class RunLog:
                 whole(f"RunLog: {what}", count)
         self.folder, self.engine = Path(folder), engine
         self.name, self.first = name or self.folder.resolve().name, engine.mesh.rank == 0
-        self.tokens, self.every = tokens, every
+        self.tokens, self.every, self.job = tokens, every, job
         self._known: dict[str, Any] = {"steps": steps, "tokens": tokens, "flops": flops, "entropy": entropy}
         self._known |= {"job": job, "unit": unit}
         self._callbacks = [*trackers(track), *callbacks]

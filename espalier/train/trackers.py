@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+import time
+import tomllib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,12 +24,14 @@ class Run(Protocol):
     Attributes:
         folder: of the run.
         name: of the run.
+        job: what it was asked to do, as the text of its file; None where nothing is known.
         first: whether this rank writes.
         engine: that trains.
     """
 
     folder: Path
     name: str
+    job: str | None
     first: bool
     engine: Any
 
@@ -93,8 +99,57 @@ def trackers(track: str | Iterable[str]) -> list[Callback]:
         kinds: dict[str, Callable[[], Callback]] = {
             "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow,
         }  # fmt: skip
-        callbacks.append(kinds[word]())
+        callbacks.append(_Spared(word, kinds[word]()))
     return callbacks
+
+
+class _Spared:
+    """A tracker whose failure, once the run has begun, does not end it: a server may be gone for hours."""
+
+    def __init__(self, word: str, tracker: Callback) -> None:
+        self._word, self._tracker, self._over = word, tracker, False
+
+    def begin(self, run: Run) -> None:
+        self._tracker.begin(run)
+
+    def record(self, record: Record) -> None:
+        self._tell(lambda: self._tracker.record(record))
+
+    def event(self, event: Event) -> None:
+        self._tell(lambda: self._tracker.event(event))
+
+    def end(self, status: str) -> None:
+        self._tell(lambda: self._tracker.end(status))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        if self._over:
+            return
+        try:
+            what()
+        except Exception as error:
+            self._over = True
+            warnings.warn(
+                f"track = {self._word!r} is told nothing more, for it failed: "
+                f"{type(error).__name__}: {error}. The run goes on; its folder and report have all of it.",
+                stacklevel=2,
+            )
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    """The plan, and the other tables of the job where there is one."""
+    try:
+        job = tomllib.loads(run.job or "")
+    except tomllib.TOMLDecodeError:  # a loop's own words
+        job = {"job": run.job}
+    return {**job, "plan": run.engine.plan.model_dump(mode="json")}
+
+
+def _dotted(table: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{head}{key}.")
+        else:
+            yield f"{head}{key}", value
 
 
 def _missing(word: str, package: str) -> ValueError:
@@ -136,6 +191,8 @@ class TensorBoard:
         if run.first:
             done = run.records[-1].step + 1 if run.records else None
             self._writer = self._kind(str(run.folder / "tensorboard"), purge_step=done)
+            if run.job is not None:
+                self._writer.add_text("job", "\n".join(f"    {x}" for x in run.job.splitlines()))  # as code
 
     def record(self, record: Record) -> None:
         """Write the numbers."""
@@ -157,7 +214,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Writes to ``wandb`` in the run's folder, offline unless ``WANDB_MODE`` says otherwise.
 
-    ``wandb sync RUN/wandb/offline-run-*`` sends it later.
+    ``wandb sync RUN/wandb/offline-run-*`` sends it later. A run that goes on after a restart goes on there.
     """
 
     def __init__(self) -> None:
@@ -174,15 +231,19 @@ class WeightsAndBiases:
             mode = os.environ.get("WANDB_MODE", "offline")
             # what it prints of a run that is sent nowhere stands in the summary and the report
             settings = self._wandb.Settings(silent=mode in ("offline", "disabled"))
-            plan = run.engine.plan.model_dump(mode="json")
+            noted = run.folder / "wandb-run"
+            goes_on = bool(run.records) and noted.exists()
             self._run = self._wandb.init(
                 dir=str(run.folder),
                 name=run.name,
                 mode=mode,
-                config={"plan": plan},
+                config=_asked(run),
+                id=noted.read_text("utf-8") if goes_on else None,
+                resume="allow" if goes_on else None,
                 reinit="create_new",
                 settings=settings,
             )
+            noted.write_text(self._run.id, "utf-8")
 
     def record(self, record: Record) -> None:
         """Write the numbers."""
@@ -200,6 +261,14 @@ class WeightsAndBiases:
             self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
+_LONGEST, _TEXT = 500, 5000  # characters of a parameter, and of a tag, that all servers take
+
+
+def _name(key: str) -> str:
+    """As MLflow takes names: traffic along several axes has commas, patterns of parameters have stars."""
+    return re.sub(r"[^\w./ -]", "_", key)
+
+
 class MLflow:
     """Writes to the server that ``MLFLOW_TRACKING_URI`` names, or to ``mlflow.db`` in the run's folder.
 
@@ -210,9 +279,11 @@ class MLflow:
     def __init__(self) -> None:
         try:
             from mlflow import MlflowClient
+            from mlflow.entities import Metric
         except ImportError:
             raise _missing("mlflow", "mlflow") from None
         self._kind: Any = MlflowClient
+        self._metric: Any = Metric
         self._client: Any = None
         self._run = ""
 
@@ -232,19 +303,20 @@ class MLflow:
         number = self._client.create_experiment(name) if known is None else known.experiment_id
         self._run = self._client.create_run(number, run_name=run.name).info.run_id
         noted.write_text(self._run, "utf-8")
-        for key, value in run.engine.plan.model_dump(mode="json").items():
-            self._client.log_param(self._run, f"plan.{key}", value)
+        for key, value in _dotted(_asked(run)):
+            self._client.log_param(self._run, _name(key), str(value)[:_LONGEST])
 
     def record(self, record: Record) -> None:
         """Write the numbers."""
         if self._client is not None:
-            for name, value in scalars(record):
-                self._client.log_metric(self._run, name, value, step=record.step)
+            now = int(time.time() * 1000)
+            metrics = [self._metric(_name(key), x, now, record.step) for key, x in scalars(record)]
+            self._client.log_batch(self._run, metrics)
 
     def event(self, event: Event) -> None:
         """Write the words."""
         if self._client is not None:
-            self._client.set_tag(self._run, f"{event.kind} at step {event.step}", event.text)
+            self._client.set_tag(self._run, f"{event.kind} at step {event.step}", event.text[:_TEXT])
 
     def end(self, status: str) -> None:
         """Close the run."""

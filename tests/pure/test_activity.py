@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -71,6 +72,31 @@ def test_ranks_that_make_other_calls_are_told_sooner_than_those_that_wait():
     assert judge(heard(1.5, "reduce_scatter of [72] float32"), Faults()) is None
     found = judge(heard(2.5, "reduce_scatter of [72] float32"), Faults())
     assert found is not None and "part ways at their no. 7" in found.text
+
+
+def test_a_network_that_loses_what_is_sent_is_told_from_ranks_that_are_out_of_step(monkeypatch):
+    def heard(resends):
+        rows = [("0, 1", 1, "all_reduce of [2] float64", 1)], [("0, 1", 2, "all_reduce of [9] float32", 1)]
+        signs = [
+            Sign(
+                r, f"host{r}", 9, state="waits", quiet=5.5, recent=rows[0] + rows[1][: 1 - r], resends=resends
+            )
+            for r in range(2)
+        ]
+        return {sign.rank: Heard(Sign.loads(sign.dumps()), 0.0) for sign in signs}
+
+    assert "out of step" in judge(heard(False), Faults()).text
+    found = judge(heard(True), Faults())
+    assert "What ranks 0, 1 sent does not arrive" in found.text and "MTU" in found.text and not found.ranks
+    # what the kernel says of a connection, of which nothing is acknowledged
+    told = bytearray(192)
+    monkeypatch.setattr(socket.socket, "getsockopt", lambda *given: bytes(told))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        activity = Activity((), None)
+        for times, resends in ((2, False), (3, True)):
+            told[2] = times
+            activity._carried()
+            assert activity._resends == resends
 
 
 def test_calls_of_trials_on_a_dry_mesh_are_none_of_the_ranks():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import sys
 import threading
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
 from espalier.train.page import PAGE, compared, page, read_run, read_runs, to_toml, write_page
 from espalier.train.runlog import RunLog, append
-from espalier.train.trackers import TRACKERS, Event
+from espalier.train.trackers import TRACKERS, Event, _name
 from espalier.train.watch import Server
 from tests.pure.browsing import all_of, opened, violations
 
@@ -274,6 +276,32 @@ def test_a_loop_of_ones_own_leaves_a_report(tmp_path: Path) -> None:
         "mlflow": "mlflow.db",
     }.items():
         assert (word in track) == bool(list(folder.glob(pattern)))
+
+
+def test_what_trackers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job, too; a run that goes on does so in its run there; one that fails is left out of the rest."""
+    begun: list[dict[str, Any]] = []
+
+    class Started:
+        id, summary = "abc", ()
+
+        def log(self, values: Any, step: int) -> None:
+            raise OSError("the disk is full")
+
+    told = types.ModuleType("wandb")
+    told.Settings = dict  # type: ignore[attr-defined]
+    told.init = lambda **given: begun.append(given) or Started()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", told)
+    engine = espalier.initialize(model := nn.Linear(4, 1), torch.optim.SGD(model.parameters(), 0.1), Plan())
+    for after in (0, 1):
+        log = RunLog(tmp_path, engine, every=1, track=["wandb"], after=after, job="[train]\nlr = 0.5\n")
+        with pytest.warns(UserWarning, match="'wandb' is told nothing more.*OSError: the disk is full"), log:
+            log.write(after + 1, 0.5, lr=0.1)
+            log.event("note", "nobody hears it")
+    assert [given["id"] for given in begun] == [None, "abc"]
+    assert [given["resume"] for given in begun] == [None, "allow"]
+    assert begun[0]["config"]["train"] == {"lr": 0.5} and begun[0]["config"]["plan"]["data"] == 1
+    assert _name("sent_bytes/data,tensor") == "sent_bytes/data_tensor", "MLflow takes no commas"
 
 
 def test_words_of_a_job(tmp_path: Path) -> None:

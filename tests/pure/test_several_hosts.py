@@ -46,6 +46,39 @@ def test_slurm():
     assert told_by(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}, "gpu07") is None
 
 
+def test_mpi_says_where_the_first_is_or_what_to_say():
+    """Silence would let every process start a run of its own."""
+    hydra = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+    task = told_by(hydra, "a")
+    assert isinstance(task, Task) and task.environment["MASTER_ADDR"] == "127.0.0.1"
+    assert task.environment["RANK"] == task.environment["LOCAL_RANK"] == "3"
+    apart = hydra | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    newer = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "", "PMIX_SERVER_URI2": "prterun-a@1.0;tcp4://127.0.0.1:42"}
+    for silent in (apart, newer):
+        with pytest.raises(ValueError, match="MASTER_ADDR is missing"):
+            told_by(silent, "a")
+    assert told_by(apart | {"MASTER_ADDR": "a"}, "b") == Hosts(4, 3, "a", 29500, "MPI")
+    # mpirun within a job of SLURM's has started one helper a machine by srun
+    within = newer | SLURM | {"SLURM_JOB_NODELIST": "gpu[07-08]", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    within = told_by(within | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "gpu08")
+    assert isinstance(within, Task) and within.environment["WORLD_SIZE"] == "4"
+    assert within.environment["MASTER_ADDR"] == "gpu07"
+    by_srun = SLURM | {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1"}
+    assert told_by(by_srun, "gpu08") == told_by(SLURM, "gpu08")
+
+
+def test_processes_of_a_launcher_that_train_alone_are_told(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(espalier.Mesh, "built", (None, {}))
+    with pytest.warns(UserWarning, match="RANK and WORLD_SIZE are not set: each is alone"):
+        espalier.Mesh.from_env({"alone": 1}, "cpu")
+    with pytest.raises(ValueError, match=r"needs 2 rank\(s\).*srun or mpirun has started several"):
+        espalier.Mesh.from_env({"data": 2}, "cpu")
+
+
 def test_open_mpi_and_kubernetes():
     assert told_by(OPEN_MPI, "b") == Hosts(2, 1, "10.0.0.5", 29500, "Open MPI")
     task = told_by(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "b")
@@ -86,6 +119,15 @@ def test_options(monkeypatch):
         monkeypatch.setenv(name, value)
     assert find_hosts(None, None, None) == Hosts(2, 1, "gpu07", 30123, "SLURM")
     assert find_hosts(2, None, "other:5") == Hosts(2, 1, "other", 5)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    for name, value in (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}).items():
+        monkeypatch.setenv(name, value)
+    assert find_hosts(None, None, "first:7") == Hosts(2, 1, "first", 7, "Open MPI")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    for name in OPEN_MPI:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(ValueError, match="each rank was started by a launcher"):
         find_hosts(2, None, None)

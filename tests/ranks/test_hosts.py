@@ -19,6 +19,7 @@ from espalier.comm import collectives, hosts, shared_memory
 from espalier.comm.gloo import Gloo, exchange_among
 from espalier.comm.hosts import Hosts
 from espalier.comm.shared_memory import Host
+from espalier.faults import alike
 from espalier.mesh import Mesh
 from espalier.torch_private import default_store
 from tests.ranks.test_engine import batch, model
@@ -125,3 +126,36 @@ def test_training_over_hosts(ranks: Any, plan: dict[str, Any]) -> None:
     else:
         # the axis over hosts has one rank on each; tensor's bytes stay
         assert beyond["data"] == told["data"] and "tensor" not in beyond
+
+
+def told_apart(rank: int, world: int) -> list[str]:
+    """What this rank is told of jobs, and of packages, that are not the same on all."""
+
+    def said(check: Any, *given: Any) -> str:
+        try:
+            check(*given)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    job = {"train": {"lr": 0.1, "steps": 5}, "data": {"source": "a"}}
+    found = [said(alike.same_on_all, "the same job", job, "")]
+    job["train"]["lr"] = float(rank)
+    found.append(said(alike.same_on_all, "the same job", job, "Give all one file."))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(world))
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        found.append(said(alike.same_package))
+        patch.setattr(alike, "version", lambda name: f"0.1.{rank}")
+        found.append(said(alike.same_package))
+    return found
+
+
+def test_hosts_with_another_job_or_another_version_say_so(ranks: Any) -> None:
+    """The one that comes later does; nobody waits for it."""
+    alike_, job, also_alike, package = (sorted(words) for words in zip(*ranks(2, told_apart), strict=True))
+    assert alike_ == also_alike == ["", ""] and job[0] == package[0] == ""
+    assert "do not have the same job:" in job[1] and job[1].endswith("Give all one file.")
+    (line,) = [line.split() for line in job[1].splitlines() if line.startswith("  ")]
+    assert line[0] == "train.lr:" and {line[1], line[3]} == {"0.0", "1.0"}
+    assert "espalier: 0.1." in package[1] and "Install the same on both" in package[1]

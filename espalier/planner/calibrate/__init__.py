@@ -62,9 +62,12 @@ def calibrate(
 
     Raises:
         BusyError: others take the cores.
-        ValueError: there are fewer devices of that type than ranks.
+        ValueError: there are fewer devices of that type than ranks, or none.
     """
     kind = device_type or accelerator() or "cpu"
+    there = " or ".join(x for x in ("cpu", accelerator()) if x)
+    if kind not in there.split():
+        raise ValueError(f"--device {kind}: this machine has no such devices; expected {there}.")
     if is_accelerator(kind):
         n = count() if ranks is None else ranks
     else:
