@@ -150,6 +150,7 @@ def test_a_run_shown_while_it_goes_and_two_compared(browser: Any, tmp_path: Path
     opened(browser, write_page(other))
     along = [x.text for x in all_of(browser, "#loss svg text[text-anchor=middle]")]
     assert along == ["1", "2"], "steps are whole"
+    assert "nothing is sent" in all_of(browser, "#sent")[0].text
     up = [x.text for x in all_of(browser, "#loss svg text[text-anchor=end]")]
     assert "2.0e+16" in up, up
 

@@ -101,8 +101,8 @@
   const charts = [];
   class Chart {
     // what: () => ({series: [{name, c, points: [[x, y]], dots, thin, label}], rulers: [{y, label}], marks: [{x, text}]})
-    constructor(title, what, { format = short, tick = format, height = 190, log = false, fromZero = false } = {}) {
-      Object.assign(this, { title, what, format, tick, height, log, fromZero });
+    constructor(title, what, { format = short, tick = format, height = 190, log = false, fromZero = false, none = "" } = {}) {
+      Object.assign(this, { title, what, format, tick, height, log, fromZero, none });
       this.said = h("p", { class: "said" });
       this.node = h("div", { class: "chart", tabindex: 0, role: "slider", "aria-label": title,
         "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "no records yet" });
@@ -121,7 +121,7 @@
       const width = Math.max(280, this.node.clientWidth || 700), height = this.height;
       const all = data.series.flatMap(x => x.points);
       this.node.replaceChildren();
-      if (!all.length) { this.said.textContent = "nothing measured yet"; return; }
+      if (!all.length) { this.said.textContent = this.none && runs.some(x => x.records.length) ? this.none : "nothing measured yet"; return; }
       const logs = this.log && view.scale === "log" && all.every(p => p[1] > 0);
       const ys = [...all.map(p => p[1]), ...data.rulers.map(r => r.y)];
       let low = Math.min(...ys), high = Math.max(...ys);
@@ -243,7 +243,7 @@
     ["speed", new Chart(`${counted} a second`, () => only(curves(r => r.tokens_per_second || null)), { fromZero: true })],
     ["mfu", new Chart("Model FLOPs utilization", () => only(curves((r, run) => utilization(run, r))), { fromZero: true, format: n => `${+(n * 100).toPrecision(3)}%` })],
     ["peak", new Chart("Peak memory", () => only(peaks()), { format: bytes, fromZero: true })],
-    ["sent", new Chart("Sent a step, by axis", () => only(sent()), { format: bytes, fromZero: true })],
+    ["sent", new Chart("Sent a step, by axis", () => only(sent()), { format: bytes, fromZero: true, none: "nothing is sent" })],
   ];
   function peaks() {
     if (several) return curves(r => Math.max(...r.memory));
@@ -299,7 +299,7 @@
     }
     const folder = (run.folder || "").replace(/[/\\]+$/, "").split(/[/\\]/).pop();
     const what = [run.model, run.parameters && `${grouped(run.parameters)} parameters`, run.optimizer,
-      run.plan && `${axesOf(run)} (${count(run.plan.ranks, "rank")})`, folder !== run.name && folder, run.began && `began ${when(run.began)}`].filter(Boolean);
+      run.plan && (run.plan.ranks > 1 ? `${axesOf(run)} (${count(run.plan.ranks, "rank")})` : axesOf(run)), folder !== run.name && folder, run.began && `began ${when(run.began)}`].filter(Boolean);
     const share = now && run.steps ? Math.min(100, now.step / run.steps * 100) : 100;
     const end = run.status === "failed" ? run.events.filter(e => e.kind === "failed").pop() : null;
     node.replaceChildren(h("p", { class: "brand" }, "espalier"), h("div", { class: "top" }, h("h1", {}, run.name), statusOf(run)),
