@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def same_package() -> None:
     for path in sorted(package.rglob("*.py")):
         files.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
     mine = {
-        "espalier": version("espalier"),
+        "espalier": sys.modules["espalier"].__version__,
         "its files": files.hexdigest()[:12],
         "torch": torch.__version__.partition("+")[0],
     }

@@ -37,6 +37,7 @@ from espalier.train.data import check_data, training_batches
 from espalier.train.job import Job
 from espalier.train.metrics import Display, Lines, Progress
 from espalier.train.runlog import tell_of_end
+from espalier.train.trackers import check_installed
 from espalier.train.trainer import Preempted, RunCheckpoints, TrainingError, train
 from espalier.train.verify import verify
 
@@ -125,6 +126,8 @@ def run(
         RunError: when a rank gave up, with its reason.
         LaunchError: when a rank died or the ranks could not be started.
     """
+    if action == "train":
+        check_installed(job.train.track)
     check_buildable(job, report)
     if isinstance(hosts, Task):
         os.environ.update(hosts.environment)

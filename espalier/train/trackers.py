@@ -9,6 +9,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,6 +151,21 @@ def _dotted(table: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, Any
             yield from _dotted(value, f"{head}{key}.")
         else:
             yield f"{head}{key}", value
+
+
+def check_installed(words: Iterable[str]) -> None:
+    """See, before any rank is there, that the trackers' packages are.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    for word in words:
+        try:
+            there = find_spec(word) is not None
+        except ValueError:  # a module that was put in its place
+            there = True
+        if not there:
+            raise _missing(word, word)
 
 
 def _missing(word: str, package: str) -> ValueError:

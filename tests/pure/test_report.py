@@ -25,6 +25,7 @@ from espalier.train.facts import published
 from espalier.train.job import Job, JobError
 from espalier.train.metrics import Record
 from espalier.train.page import PAGE, compared, page, read_run, read_runs, to_toml, write_page
+from espalier.train.run import run
 from espalier.train.runlog import RunLog, append
 from espalier.train.trackers import TRACKERS, Event, _name
 from espalier.train.watch import Server
@@ -302,6 +303,9 @@ def test_what_trackers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [given["id"] for given in begun] == [None, "abc"]
     assert [given["resume"] for given in begun] == [None, "allow"]
     assert begun[0]["config"]["train"] == {"lr": 0.5} and begun[0]["config"]["plan"]["data"] == 1
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="'wandb' needs the package wandb"):  # no rank has begun
+        run("train", Job.load("gpt", ["train.track=wandb"]))
     assert _name("sent_bytes/data,tensor") == "sent_bytes/data_tensor", "MLflow takes no commas"
 
 

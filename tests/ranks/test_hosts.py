@@ -146,7 +146,7 @@ def told_apart(rank: int, world: int) -> list[str]:
         patch.setenv("WORLD_SIZE", str(world))
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         found.append(said(alike.same_package))
-        patch.setattr(alike, "version", lambda name: f"0.1.{rank}")
+        patch.setattr(espalier, "__version__", f"0.1.{rank}")
         found.append(said(alike.same_package))
     return found
 
