@@ -62,10 +62,10 @@ def same_on_all(what: str, mine: Mapping[str, Any], remedy: str) -> None:
     )
 
 
-def _flat(table: Any, head: str = "") -> list[tuple[str, Any]]:
-    """The values of nested tables by dotted names."""
-    if not isinstance(table, dict):
-        return [(head, table)]
+def _flat(table: Any, head: str = "") -> list[tuple[str, str]]:
+    """The values of nested tables, as text, by dotted names."""
+    if not isinstance(table, dict) or not table:
+        return [(head, json.dumps(table))]
     return [pair for key, value in table.items() for pair in _flat(value, f"{head}.{key}" if head else key)]
 
 

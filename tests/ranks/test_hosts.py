@@ -158,4 +158,4 @@ def test_hosts_with_another_job_or_another_version_say_so(ranks: Any) -> None:
     assert "do not have the same job:" in job[1] and job[1].endswith("Give all one file.")
     (line,) = [line.split() for line in job[1].splitlines() if line.startswith("  ")]
     assert line[0] == "train.lr:" and {line[1], line[3]} == {"0.0", "1.0"}
-    assert "espalier: 0.1." in package[1] and "Install the same on both" in package[1]
+    assert 'espalier: "0.1.' in package[1] and "Install the same on both" in package[1]
