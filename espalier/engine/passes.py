@@ -627,6 +627,9 @@ class Direct(Passes):
         of_step = self.accumulation
         assert self.data is not None
         if of_step is not None and not asked:
+            if of_step.done and not self.shows_gradients:  # a program of its own losses has dropped them
+                self.forget()
+                of_step.expect()
             of_step.check()
         self._finishes = self.is_syncing and (of_step is None or of_step.done == of_step.size - 1)
         self.data.gradients.begin(self._finishes)

@@ -458,7 +458,7 @@ def loaded_between(rank: int, world: int, zero: int) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
     plain = copy.deepcopy(net)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    ours, _ = espalier.prepare(
+    ours, sgd = espalier.prepare(
         net,
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
         plan={"data": 2, "zero": zero, "accumulate": 2},
@@ -478,6 +478,12 @@ def loaded_between(rank: int, world: int, zero: int) -> None:
                 m.load_state_dict({name: 0.5 * value for name, value in m.state_dict().items()})
     found = ours.state_dict()
     assert all((found[name] - value).abs().max() < TOLERANCE for name, value in plain.state_dict().items())
+    for i in range(3):  # passes of which no step is made
+        for m, optimizer in ((ours, sgd), (plain, theirs)):
+            optimizer.zero_grad()
+            (m(x * (i + 1)).square().mean()).backward()
+        gradients = ours.engine.full_gradients()
+        assert all(torch.allclose(gradients[n], p.grad) for n, p in plain.named_parameters()), i
 
 
 @pytest.mark.parametrize("zero", [1, 3])
