@@ -8,7 +8,7 @@ checkpoints, loads and changes by the program go as they do elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,6 +25,7 @@ from espalier.mesh import Mesh
 from espalier.mesh.parts import at
 from espalier.parallel.fused import holding
 from espalier.tensor import DTensor, plain, stamp
+from espalier.tensor.asked import apart
 from espalier.tensor.dtensor import layout_of
 from espalier.torch_private import keep_own_list, raw, setter
 from espalier.trees import leaves, tree_map
@@ -72,7 +73,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
     held = [p for params in own for p in params if type(p) is DTensor]
     calls, filled = 0, list[DTensor]()
     try:
-        with of_all_stages(optimizer):
+        with of_all_stages(optimizer), ExitStack() as alone:
             every = [group["params"] for group in optimizer.param_groups]
             copies = [p for params in every for p in params if type(p) is DTensor]
             keep_own_list(optimizer)
@@ -81,6 +82,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                 nonlocal calls, loss
                 calls += 1
                 if calls > 1:
+                    alone.close()
                     _drop(filled)
                     _hold(optimizer, own)
                     loss = closure()
@@ -90,8 +92,8 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                         for i, (grad,) in _brought(grads, held[0]._layout.mesh.outermost).items():
                             _set_grad(copies[i], grad)
                 filled[:] = _filled(copies)
-                if held:  # ranks whose stage has no parameters ask for no gradients of their own
-                    held[0]._layout.mesh.outermost.asked.sees(own=True)
+                if held:  # each rank computes with all that there is
+                    alone.enter_context(apart(held[0]._layout.mesh.outermost))
                 return loss
 
             return type(optimizer).step(optimizer, found)
@@ -112,7 +114,7 @@ def _filled(params: Sequence[DTensor]) -> list[DTensor]:
     with raw():
         bare = [p for p in params if p.grad is None]
         for p in bare:
-            _set_grad(p, stamp(torch.zeros_like(plain(p)), p._layout))
+            _set_grad(p, stamp(torch.zeros_like(plain(p)), layout_of(p)))
     return bare
 
 

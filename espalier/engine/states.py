@@ -181,7 +181,10 @@ def meet_others_states(optimizer: torch.optim.Optimizer) -> None:
     held = held_by(optimizer)
     elsewhere = {p for p in held if isinstance(p, DTensor) and not p._layout.mesh.is_member}
     strange = elsewhere & set(optimizer.state)
-    if strange and elsewhere != set(held) and elsewhere.issuperset(optimizer.state):
+    # frozen ones have none, and LBFGS has all its states with the first
+    lacks = any(p.requires_grad for p in held if p not in elsewhere)
+    lacks = lacks and not vars(optimizer).get("_takes_all_stages")
+    if strange and lacks and elsewhere.issuperset(optimizer.state):
         raise ValueError(
             "optimizer.load_state_dict: these states are of another rank's stages. Load what this rank "
             "saved; or write engine.save(path) and engine.load(path), of all stages and for any plan."
