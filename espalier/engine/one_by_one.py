@@ -15,6 +15,7 @@ from espalier.engine.accumulation import Accumulation, Number
 from espalier.engine.awaited import Awaited
 from espalier.engine.batches import loss_of
 from espalier.engine.model_run import StagedPasses
+from espalier.engine.sums import Sum
 from espalier.meanwhile import having
 from espalier.tensor.observers import tell
 
@@ -29,6 +30,11 @@ _OWN = (
     "forward writes to its weights, or a loss goes back by itself, and so this one was, or each rank has "
     "rows of its own. Ask for values (loss.item()) after engine.backward(loss); or write loss.backward(), "
     "and a step after each; or engine.train_step(batch)."
+)
+_SEVERAL = (
+    "engine.backward(loss) of a sum of losses of several calls of the model, with Plan(accumulate={0}) in a "
+    "pipeline: there a call is one of {0} micro-batches. Write loss.backward(), and a step after each; or "
+    "call the model once, with the rows of all calls; or train under a plan with accumulate = 1."
 )
 
 
@@ -68,19 +74,23 @@ class OneByOne:
                 model was cut.
         """
         passes = self._passes
-        if type(loss) is not Awaited:
+        if not (type(loss) is Awaited or type(loss) is Sum):
             raise ValueError(
                 f"engine.backward(loss) got a {type(loss).__name__} that comes of no call of this engine. "
                 "Give it what loss = engine(batch) is, or what is made of that or of engine(**inputs)."
             )
         run = loss._source
         whole = passes.averaging
+        if whole.size > 1 and isinstance(loss, Sum) and loss.is_of_several:
+            raise ValueError(_SEVERAL.format(whole.size))
         if passes.accumulation is not whole and whole.size > 1 and self._is_dropped():
             passes.forget()
         step = passes.accumulation
         if run.batch is None:
             if whole.size == 1:
                 loss.backward()
+                if isinstance(loss, Sum):
+                    passes.loss = loss._value()
                 return
             if not run.becomes_one_of_several():
                 raise ValueError(_OWN.format(whole.size))
@@ -97,6 +107,8 @@ class OneByOne:
         try:
             with having(run, is_let_go=True):
                 loss.backward()
+            if isinstance(loss, Sum):
+                passes.loss = loss._value()  # with what is added to that of the call
             assert passes.loss is not None
             one = torch.ones((), dtype=torch.float64, device=passes.mesh.device())
             number = one if run.counts_alike else self._mean_over(run.batch, run.mean_over)

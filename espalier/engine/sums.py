@@ -79,6 +79,11 @@ class Sum(Awaited):
         self._scaled: tuple[Any, Any] | None = None  # of what it is a multiple, and how many times
         self._terms = [*map(Term, losses.values()), *others]
 
+    @property
+    def is_of_several(self) -> bool:
+        """Whether losses of more than one call are in it."""
+        return len({term.loss._source for term in self._terms if term.loss is not None}) > 1
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")

@@ -74,6 +74,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "asked early": {"loss_fn": cross_entropy},
     "rows": {"loss_fn": cross_entropy},
     "halved": {"loss_fn": cross_entropy},
+    "penalized": {"loss_fn": cross_entropy},
     "of an output": {},
     "in an output": {},
     "of parts of an output": {},
@@ -112,6 +113,8 @@ def trained(plan: Mapping[str, Any], kind: str) -> Told:
             told.append(loss.item())
         if kind == "halved":
             loss = loss * 0.5
+        if kind == "penalized":
+            loss = loss + 0.1 * net.out.weight.square().sum()
         engine.backward(loss)
         told.append(loss.item())
         if kind == "cut short" and i == 1:
@@ -200,6 +203,7 @@ def refuse(rank: int, world: int) -> None:
         if stepped:
             refused("gradients of 2 micro-batches are finished", lambda: engine.backward(engine((x, labels))))
         assert engine.step() is stepped
+    refused("several calls", lambda: engine.backward(engine((x, labels)) + engine((x, labels))))
     engine.train_step((x, labels))  # as ever
 
 
