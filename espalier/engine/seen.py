@@ -107,12 +107,27 @@ class SeenGradients:
             dtype_of: that of the gradient of a parameter of other ranks, by its name; None: it has none.
             around: makes a backward pass that is none of the engine's.
         """
-        parameters = dict(named_parameters_in(self._module))
-        self._places = {id(p): (name, meshes[name]) for name, p in parameters.items()}
+        self._places.clear()
         self._number = self._mesh.asked.joined(self)
-        for name, p in parameters.items():
-            name_value(p, "parameter", self._number, name)
         self._dtype_of, self._around = dtype_of, around
+        self._show(meshes)
+
+    def show_later(self) -> None:
+        """Let it see those of parameters that came since."""
+        later = {
+            name: layout_of(p).mesh
+            for name, p in named_parameters_in(self._module)
+            if type(p) is DTensor and self._places.get(id(p), ("",))[0] != name
+        }
+        if later:
+            self._show(later)
+            self.watch_clipping()
+
+    def _show(self, meshes: Mapping[str, Mesh]) -> None:
+        parameters = dict(named_parameters_in(self._module))
+        for name, mesh in meshes.items():
+            self._places[id(parameters[name])] = name, mesh
+            name_value(parameters[name], "parameter", self._number, name)
 
     def of_others(self, go: Callable[[], None]) -> None:
         """A backward pass that may be none of the engine's, by ``go``."""

@@ -371,6 +371,8 @@ class Staged(Passes):
             elif call.is_whole and call.batch is None and (split.remembers or split.dice is not None):
                 call.look()
             self.memory.hidden.note(self.stages.split.sets, self.stages.split.tensors)
+        elif isinstance(self.stages.split, Undivided):
+            self.seen.show_later()  # a parametrization's, say
         call.foresee()
         self.hide()
         if self.stages.split.writes_weights:
@@ -623,7 +625,12 @@ class Staged(Passes):
 
     def _tells_of_gradients(self) -> bool:
         assert self.data is not None
-        return self._told is not None and self._told.say(self.data.members, self._taken)
+        if self._told is None:
+            return False
+        named: Iterable[tuple[str, torch.Tensor]] = ((m.name, m.p) for m in self.data.members)
+        if isinstance(self.stages.split, Undivided):
+            named = named_parameters_in(self.call.module)  # those that came later, too
+        return self._told.say(named, self._taken)
 
     def _dtype_of_gradient(self, name: str, p: torch.Tensor) -> torch.dtype | None:
         """Of a parameter of other ranks; None if it has no gradient."""

@@ -10,7 +10,6 @@ import torch
 
 from espalier.comm.control import Board
 from espalier.mesh import Mesh
-from espalier.parallel.data.chunks import ShardedParam
 from espalier.parallel.data.gradients import gradient_of
 from espalier.texts import dtype_name
 from espalier.torch_private import raw
@@ -36,25 +35,28 @@ class ToldGradients:
         """Others may not know what was said last."""
         self._said = None
 
-    def say(self, members: Iterable[ShardedParam], taken: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
+    def say(
+        self, named: Iterable[tuple[str, torch.Tensor]], taken: Mapping[torch.nn.Parameter, torch.Tensor]
+    ) -> bool:
         """Whether this rank has to say, and has said, what its stages have: it counts when the board turns.
 
         Args:
+            named: parameters by their names.
             taken: gradients that are set aside.
         """
         if not self._speaks:
             return False
         unlike: dict[str, str | None] = {}
         with raw():
-            for m in members:
-                if self._home(m.name) != self._here:
+            for name, p in named:
+                if self._home(name) != self._here:
                     continue
-                grad = gradient_of(m.p)
-                grad = taken.get(m.p) if grad is None else grad
+                grad = gradient_of(p)
+                grad = taken.get(p) if grad is None else grad  # type: ignore[call-overload]
                 if grad is None:
-                    unlike |= {m.name: None} if m.p.requires_grad else {}
-                elif grad.dtype is not m.p.dtype or not m.p.requires_grad:
-                    unlike[m.name] = dtype_name(grad.dtype)
+                    unlike |= {name: None} if p.requires_grad else {}
+                elif grad.dtype is not p.dtype or not p.requires_grad:
+                    unlike[name] = dtype_name(grad.dtype)
         if unlike == self._said:
             return False
         self._said = unlike

@@ -471,11 +471,16 @@ class Stages:
         """The coordinate on the axis ``pipe`` that counts a parameter or buffer; it may have come later."""
         if name in self.homes:
             return self.homes[name]
-        try:
-            owner = self._model.get_submodule(name.rpartition(".")[0])
-        except AttributeError:  # the model's own name for it
-            return 0
-        return next((self.places[of.number] for of in self.split.stages if owner in of.inner), 0)
+        while name:
+            name = name.rpartition(".")[0]  # what came within a module (parametrizations) lies with that
+            try:
+                owner = self._model.get_submodule(name)
+            except AttributeError:  # the model's own name for it
+                return 0
+            for of in self.split.stages:
+                if owner in of.inner:
+                    return self.places[of.number]
+        return 0
 
     def prepare(self, arrangement: Arrangement, mesh: Mesh) -> None:
         """Before the model is laid out: make its twin.

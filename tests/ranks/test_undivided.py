@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import espalier
 from espalier.parallel.compose import Undivided, UndividedWarning
@@ -176,9 +177,36 @@ def tells_of_later_parameters(rank: int, world: int) -> None:
     takes_gradients(rank, world)
 
 
+def takes_parametrizations(rank: int, world: int) -> None:
+    """That come later, whose gradients all ranks see."""
+    found = []
+    for plan in (None, {"pipe": 2}):
+        torch.manual_seed(0)
+        net: Any = Penalised().double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if plan is not None:
+            net, optimizer = espalier.prepare(net, optimizer, plan=plan)
+        told = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = net(**numbers(step))["loss"]
+            loss.backward()
+            told += [p.grad.norm() for p in net.parameters() if p.grad is not None]
+            told.append(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None).item())
+            optimizer.step()
+            if step == 0:
+                weight_norm(net.net[2])
+                optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        told += [x.sum() for x in net.state_dict().values()]
+        found.append(torch.stack([espalier.full_tensor(torch.as_tensor(x)).detach() for x in told]))
+    assert (found[0] - found[1]).abs().max() < TOLERANCE
+
+
 @pytest.mark.filterwarnings("ignore:.*:espalier.parallel.compose.UndividedWarning")
+@pytest.mark.filterwarnings("ignore:A value is asked for that lies on ranks:espalier.GatherWarning")
 def test_loops_around_them(ranks: Any) -> None:
     ranks(2, tells_of_later_parameters)
+    ranks(2, takes_parametrizations, timeout=40.0)
 
 
 def test_a_dry_run_plays_the_rank_that_computes() -> None:
