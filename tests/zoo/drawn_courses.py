@@ -115,8 +115,10 @@ class Studied(Mixed):
 class Course(Mix):
     """One that a seed draws."""
 
+    group = "course"
+
     def __init__(self, seed: int) -> None:
-        lot = random.Random(f"course {seed}")
+        lot = random.Random(f"{self.group} {seed}")
 
         def of(new: dict[str, Any], old: dict[str, Any], share: float = 0.65) -> str:
             return lot.choice(sorted(new if lot.random() < share else old))
@@ -139,11 +141,11 @@ class Course(Mix):
     def net(self) -> Any:
         torch.manual_seed(1)
         random.seed(1)
-        lot = random.Random(f"course {self.seed} net")
+        lot = random.Random(f"{self.group} {self.seed} net")
         return (Text(lot) if lot.random() < 0.2 else Studied(lot)).double()
 
-    def run(self, lays: Any, folder: str = "", off: float = 0.0) -> list[Any]:
-        found = super().run(lays, folder, off)
+    def ends(self) -> list[Any]:
+        found = super().ends()
         for optimizer in self.optims:
             state = optimizer.state_dict()
             for number in sorted(state["state"]):

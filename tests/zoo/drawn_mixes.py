@@ -255,10 +255,10 @@ def plans_of(lot: random.Random, net: Any) -> list[dict[str, Any]]:
     """Two plans that a lot draws for a net."""
     world = lot.choice([2, 2, 4])
     routed = any(name.startswith("routed") for name in net.names)
-    return [_plan(lot, world, routed, net.is_long) for _ in range(2)]
+    return [plan_of(lot, world, routed, net.is_long) for _ in range(2)]
 
 
-def _plan(lot: random.Random, world: int, routed: bool, is_long: bool) -> dict[str, Any]:
+def plan_of(lot: random.Random, world: int, routed: bool, is_long: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     axes = ["data", "tensor", "pipe", "replicate"] + 2 * ["context"] * is_long + 2 * ["expert"] * routed
     for _ in range(world.bit_length() - 1):

@@ -123,6 +123,13 @@ class Scene:
 
     def run(self, lays: Any, folder: str = "", off: float = 0.0) -> list[Any]:
         """The numbers that it gives; ``lays``: ways to lay out, the second for a change of plans."""
+        self.starts(lays, folder, off)
+        for step in range(STEPS):
+            self.goes(step)
+        return self.ends()
+
+    def starts(self, lays: Any, folder: str, off: float) -> None:
+        """Make the model, perhaps so far off, and lay it out."""
         self.plain = model = self.net()
         if off:
             generator = torch.Generator().manual_seed(1)
@@ -136,16 +143,26 @@ class Scene:
         self.kept: dict[str, Any] = {}
         self.changed = False
         self.is_plain = not isinstance(self.model, espalier.EngineModule)
-        for self.step in range(STEPS):
-            x, y = self.batch(self.step, self.rows[self.step])
-            lost = self.ways[self.way](self, x, y)
-            self.out.append(lost.item())
-            if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                self.scheduler.step(self.out[-1])
-            elif self.scheduler is not None:
-                self.scheduler.step()
-            for act in self.acts[self.step]:
-                self.kinds_of_acts[act](self)
+
+    def goes(self, step: int) -> None:
+        """One step, and what is done after it."""
+        self.step = step
+        self.steps()
+        for act in self.acts[step]:
+            self.kinds_of_acts[act](self)
+
+    def steps(self) -> None:
+        """A step of optimizers and schedule."""
+        x, y = self.batch(self.step, self.rows[self.step])
+        lost = self.ways[self.way](self, x, y)
+        self.out.append(lost.item())
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(self.out[-1])
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def ends(self) -> list[Any]:
+        """All numbers, the model's at last."""
         state = self.model.state_dict()
         return [*self.out, *(state[name] for name in sorted(state) if state[name].ndim)]
 
