@@ -41,7 +41,7 @@ SEEDS = [("loop", seed) for seed in (*range(4), *FOUND, *range(2000, 2000 + ASKE
 SEEDS += [("scene", seed) for seed in (*FOUND_SCENES, *range(2000, 2000 + ASKED))]
 SEEDS += [("mix", seed) for seed in (*FOUND_MIXES, *range(2000, 2000 + ASKED))]
 SEEDS += [("course", seed) for seed in (*COURSES, *range(2000, 2000 + ASKED))]
-JOURNEYS = (315, 386)
+JOURNEYS = (315,)
 
 
 def flat(values: list[Any]) -> torch.Tensor:
