@@ -595,8 +595,7 @@ class Engine(Surface):
         of_step = self.passes.accumulation
         if self.optimizer is None or not any(x.passes.may_step_in_loop() for x in (self, *self.led)):
             return False
-        is_by_hand = of_step is not None and not of_step.done and self.passes.seen.are_given
-        if of_step is not None and not of_step.complete and not is_by_hand:
+        if of_step is not None and not of_step.complete and (of_step.done or not self.passes.seen.are_given):
             raise ValueError(
                 f"optimizer.step() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches. "
                 "Write engine.step() in its place, after each: it updates after the last one, says so, and "
