@@ -169,6 +169,7 @@ def on_two(rank: int, world: int) -> None:
     of_own(rank, world, {"data": 2, "zero": 3}, [3, 3], 2)
     of_own(rank, world, {"tensor": 2}, [5], 1)
     of_one_batch(rank, world)
+    of_rows_that_are_nearly_alike(rank, world)
     views(rank, world, [2, 2])
     views(rank, world, [1, 3])
     beside(rank, world, {"data": 2})
@@ -268,6 +269,24 @@ def of_one_batch(rank: int, world: int) -> None:
     F.cross_entropy(made(x).logits, y).backward()
     with pytest.raises(ValueError, match="share the model's layers(.|\n)*num_replicas=ranks // tensor"):
         optimizer.step()
+
+
+class OfMany(nn.Linear):
+    """Is given many tensors."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(x.sum(1, keepdim=True) for x in others)
+
+
+def of_rows_that_are_nearly_alike(rank: int, world: int) -> None:
+    """Ranks with rows of their own are not told that these are the same, where a little of much differs."""
+    drawn = torch.Generator().manual_seed(298)  # by chance the numbers that are compared are close
+    x = [torch.randn(2, 6, generator=drawn) for _ in range(2)][rank]
+    model = OfMany(6, 4)
+    made = espalier.EngineModule(espalier.initialize(model, None, {"data": 2}), "own")
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made(x, *[torch.ones(2, 6)] * 11).square().mean().backward()
+    optimizer.step()
 
 
 def scaled(rank: int, world: int) -> None:
