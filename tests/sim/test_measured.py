@@ -107,6 +107,7 @@ def test_calibrate_measures_the_accelerator(
 
     monkeypatch.setenv("ESPALIER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "spawn", spawned)
+    monkeypatch.setattr(calibration, "accelerator", lambda: "sim")  # of the ranks; here is none
     call = ["calibrate", "--device", "sim", "-n", "2", "--anyway", "--disk", str(tmp_path / "disk")]
     with little():
         done = CliRunner().invoke(app, call)
