@@ -609,7 +609,7 @@ def test_products_by_groups_are_followed_without_values(monkeypatch: pytest.Monk
     def valued(*given: Any) -> Any:
         raise AssertionError("a module was run on values")
 
-    monkeypatch.setattr("espalier.parallel.pipeline.trace.some", valued)
+    monkeypatch.setattr("espalier.parallel.pipeline.model_stand_ins.some", valued)
     model = nn.Sequential(Grouped(), nn.Linear(8, 8), Grouped(), nn.Linear(8, 8))
     x = X.float()
     equal(model, x, split(model, 2, x))
