@@ -44,7 +44,8 @@ class LoopPasses(StagedPasses, Protocol):
     accumulation: Accumulation | None
 
     @property
-    def shows_gradients(self) -> bool: ...
+    def are_dropped(self) -> bool: ...
+    def have_passed(self) -> None: ...
     def forget(self) -> None: ...
     def outputs(self, inputs: Any, rows: str, batch: Any = None) -> Any: ...
     def check_kept(self, of_step: Accumulation) -> None: ...
@@ -115,6 +116,7 @@ class OneByOne:
             passes.multiply(step.weigh(passes.loss, number))
         finally:
             passes.add_gradients(earlier)
+            passes.have_passed()
             passes.accumulation = step
         if step.complete:
             passes.multiply(step.factor())
@@ -123,7 +125,7 @@ class OneByOne:
     def _is_dropped(self) -> bool:
         """Whether the program has dropped the gradients of all micro-batches (sharpness-aware steps)."""
         step = self._passes.accumulation
-        return step is not None and step.complete and not self._passes.shows_gradients
+        return step is not None and step.complete and self._passes.are_dropped
 
     def _mean_over(self, batch: Any, seen: Number) -> Number:
         """What the loss of a micro-batch is a mean over; ``seen`` is what the last stage saw."""

@@ -45,7 +45,7 @@ from espalier.parallel.pipeline.arguments import floats_as_parameters, mapped
 from espalier.tensor import DTensor, stamp
 from espalier.tensor.observers import tell
 from espalier.tensor.rules.joint_failure import CountsAhead
-from espalier.tensor.told import Telling
+from espalier.tensor.told import Telling, is_zeroed
 from espalier.torch_private import getter, is_a_view, raw
 from espalier.trees import tensors_in, tree_map
 
@@ -102,7 +102,7 @@ class Passes(ABC):
         self.traffic = Traffic(mesh)
         self.first_batches = GivenBatches.of(call.batches, call.plan, mesh)
         self.pulse = Watchdog(Faults())
-        self.is_syncing = True
+        self.is_syncing, self._last_passed = True, 0  # the mesh's count when a micro-batch last went back
         self._trains, self._lay_out = trains, weakref.WeakMethod(lay_out)
 
     # ---- to lay out
@@ -203,7 +203,7 @@ class Passes(ABC):
         Raises:
             ValueError: the program has dropped them.
         """
-        if of_step.done and not self.shows_gradients:
+        if of_step.done and self.are_dropped:
             raise ValueError(
                 f"zero_grad() after {of_step.done} of Plan(accumulate={of_step.size}) micro-batches has "
                 "dropped their gradients. Leave it out: engine.step() drops them when it has updated. To "
@@ -279,6 +279,18 @@ class Passes(ABC):
     def shows_gradients(self) -> bool:
         """Whether a parameter shows a gradient, or a piece of one, to the program: on all ranks alike."""
         return any(gradient_seen(p) is not None for p in parameters_in(self.call.module))
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether the program has dropped gradients, or written zeros to all, since micro-batches last went
+        back: on all ranks alike."""
+        found = map(gradient_seen, parameters_in(self.call.module))
+        return all(grad is None or is_zeroed(grad, self._last_passed) for grad in found)
+
+    def have_passed(self) -> None:
+        """A micro-batch of several has gone back."""
+        self.mesh.passed += 1
+        self._last_passed = self.mesh.passed
 
     @property
     def may_step(self) -> bool:
@@ -432,7 +444,7 @@ class Direct(Passes):
     def _begins_anew(self) -> None:
         """Forget a step's micro-batches whose gradients the program has dropped (sharpness-aware steps)."""
         of_step = self.accumulation
-        if of_step is not None and of_step.complete and not self.shows_gradients:
+        if of_step is not None and of_step.complete and self.are_dropped:
             self.forget()
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
@@ -627,7 +639,7 @@ class Direct(Passes):
         of_step = self.accumulation
         assert self.data is not None
         if of_step is not None and not asked:
-            if of_step.done and not self.shows_gradients:  # a program of its own losses has dropped them
+            if of_step.done and self.are_dropped:  # a program of its own losses has dropped them
                 self.forget()
                 of_step.expect()
             of_step.check()
@@ -648,6 +660,8 @@ class Direct(Passes):
         self._are_new = True
         if self.accumulation is not None and not asked:
             self.accumulation.pass_by()
+        if self.accumulation is not None:
+            self.have_passed()
         if self._is_within and self.accumulation is not None:
             return  # what is under way may be so until the step
         if self._finishes:

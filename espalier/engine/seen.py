@@ -21,6 +21,7 @@ from espalier.tensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.asked import name_value
 from espalier.tensor.meshes import brought, seen_on
 from espalier.tensor.observers import tell, tell_of_absent_gradient, who_asks_for_gradients
+from espalier.tensor.told import note_alias
 from espalier.torch_private import clipped_now, foreach_norms, raw, version_of, wrap_door
 
 Counted = Mapping[str, torch.Tensor]
@@ -159,7 +160,9 @@ class SeenGradients:
         if here.is_member:
             if grad is None or self.is_stepping or not (self._is_finished or self.are_given):
                 return grad
-            return name_value(seen_on(grad, mesh), "gradient", self._number, name)
+            there = name_value(seen_on(grad, mesh), "gradient", self._number, name)
+            note_alias(there, grad)
+            return there
         if self._reasons:
             raise RuntimeError(self._reasons[0])
         if self.is_stepping:

@@ -81,6 +81,7 @@ class Mesh:
             ``espalier.tensor.told``).
         nests: how often a backward pass on it was to make another within itself (reentrant checkpoints), of
             each of which parameters may have gradients.
+        passed: how many micro-batches of steps of several have gone back on it, by all engines.
         is_alike: of a part (see ``espalier.mesh.parts.among``), whether what lies on it does so as seen from
             all ranks, copies too.
         lately: what was gathered last, for the next operation that wants the same (a cache of one).
@@ -144,7 +145,7 @@ class Mesh:
         self.asked: Any = None
         self.rows: frozenset[int] = frozenset()
         self.put_together: dict[int, tuple[int, ...]] = {}
-        self.sums_at_once, self.nests = False, 0
+        self.sums_at_once, self.nests, self.passed = False, 0, 0
         self.is_alike = False
         self.under_way: dict[int, Any] = {}
         self._groups: list[dist.ProcessGroup | None] = [None] * len(names)

@@ -56,7 +56,7 @@ from espalier.tensor.saved import (
     keep_in_step,
     saving_shards,
 )
-from espalier.tensor.told import adds_up, is_summed_at_once, known_at_once, note_terms
+from espalier.tensor.told import adds_up, is_summed_at_once, known_at_once, note_alias, note_terms
 from espalier.torch_private import (
     all_given,
     getter,
@@ -204,6 +204,8 @@ class CachedCall:
         plain_ = partial(_plain, mesh=self.placed.mesh)
         given = args, kwargs
         args, kwargs = tree_map(plain_, args), tree_map(plain_, kwargs)
+        if self.written is not None:
+            note_alias(at(args, kwargs, self.written), at(*given, self.written))
         if not self.placed.mesh.is_member:
             func, args, kwargs = _staying(func, args, kwargs, self.placed.mesh.outermost.device_type)
         out = self._local(func, args, kwargs)

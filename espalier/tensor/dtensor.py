@@ -608,9 +608,9 @@ def _refuse_gradient(layout: Layout, grad: torch.Tensor) -> NoReturn:
 
 # what the library notes on tensors, beside what a program does
 _NOTES = frozenset(
-    "_branched _deferred_version _fully_sharded _given _handed_out _how_cut _is_cut_early _is_param _layout "
-    "_lent_by _made_of _mark _memory _moved _place _reduced _saved _seen _shard _source _terms _unfinished "
-    "_waiting _when_asked".split()
+    "_alias_of _branched _deferred_version _fully_sharded _given _handed_out _how_cut _is_cut_early "
+    "_is_param _layout _lent_by _made_of _mark _memory _moved _place _reduced _saved _seen _shard _source "
+    "_terms _unfinished _waiting _when_asked _zeroed".split()
 )
 
 

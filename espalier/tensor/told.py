@@ -193,6 +193,26 @@ def _is_as_it_was(x: DTensor, term: Term) -> bool:
         return version_of(x) == term.version and not stays
 
 
+def note_zeroed(x: Any) -> None:
+    """A program has written zeros there: a gradient is dropped so."""
+    while isinstance(x, torch.Tensor):
+        if type(x) is DTensor and (passed := x._layout.mesh.outermost.passed):
+            x.__dict__["_zeroed"] = passed
+        x = x.__dict__.get("_alias_of")
+
+
+def is_zeroed(x: torch.Tensor, since: int) -> bool:
+    """Whether a program has written zeros there since so many micro-batches have gone back."""
+    zeroed: int = x.__dict__.get("_zeroed", -1)
+    return zeroed >= since or ("_alias_of" in x.__dict__ and is_zeroed(x.__dict__["_alias_of"], since))
+
+
+def note_alias(out: torch.Tensor, x: Any) -> None:
+    """What is written to a tensor is written to another, too, as far as torch cannot tell."""
+    if type(x) is DTensor and x._layout.mesh.outermost.passed:
+        out.__dict__["_alias_of"] = x
+
+
 def share_of_addend(layout: Layout) -> float:
     """The share of a rank's addend in what its tensor is: all of it in a sum, a part in an average."""
     share = 1.0

@@ -478,9 +478,13 @@ def loaded_between(rank: int, world: int, zero: int) -> None:
                 m.load_state_dict({name: 0.5 * value for name, value in m.state_dict().items()})
     found = ours.state_dict()
     assert all((found[name] - value).abs().max() < TOLERANCE for name, value in plain.state_dict().items())
-    for i in range(3):  # passes of which no step is made
+    for i in range(5):  # passes of which no step is made
         for m, optimizer in ((ours, sgd), (plain, theirs)):
-            optimizer.zero_grad()
+            if i == 3:
+                for p in m.parameters():
+                    p.grad.data.zero_()  # type: ignore[union-attr]
+            else:
+                optimizer.zero_grad(set_to_none=i % 2 == 0)
             (m(x * (i + 1)).square().mean()).backward()
         gradients = ours.engine.full_gradients()
         assert all(torch.allclose(gradients[n], p.grad) for n, p in plain.named_parameters()), i

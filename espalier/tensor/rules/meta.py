@@ -21,7 +21,7 @@ from espalier.tensor.dtensor import DTensor, layout_of, plain, recorded_layout, 
 from espalier.tensor.fallback import answers_itself, stood_for
 from espalier.tensor.loans import StandIn, hand_out, note_given, pass_on, share
 from espalier.tensor.saved import saving_places
-from espalier.tensor.told import Telling, as_addends, share_of_addend
+from espalier.tensor.told import Telling, as_addends, note_alias, share_of_addend
 from espalier.tensor.waiting import put_last, wait, waiting_hooks
 from espalier.torch_private import (
     ASIDE,
@@ -92,6 +92,7 @@ def same(
     with raw():
         out = stamp(func(x, *args[1:], **kwargs), x._layout.own)
         hand_out(x, out)
+        note_alias(out, args[0])
     return out if x._layout.own is x._layout else share(out, x)
 
 

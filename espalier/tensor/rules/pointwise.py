@@ -27,6 +27,7 @@ from espalier.sharding.spec import (
 from espalier.tensor.dtensor import DTensor, layout_of, plain, stamp
 from espalier.tensor.loans import StandIn, await_values, loans_in, refresh
 from espalier.tensor.meshes import brought
+from espalier.tensor.told import note_zeroed
 from espalier.torch_private import check_and_unscale_, foreach_norms, plain_call, raw
 from espalier.trees import leaves, tensors_in, tree_map
 
@@ -269,7 +270,12 @@ def frexp(x: Operand) -> Spec:
 @rule_in_place("zero_", loose=True)
 def zero_(x: Operand) -> Spec:
     """Zeros are zeros in every layout, a Partial too."""
-    return elementwise([x], linear=[(0,)])
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
+        note_zeroed(args[0] if args else kwargs["input"])
+        return func(*args, **kwargs)
+
+    return elementwise([x], linear=[(0,)], run=run)
 
 
 @rule_in_place(torch.Tensor.fill_, loose=True)
@@ -279,6 +285,8 @@ def fill_(x: Operand, value: Any) -> Spec:
     def run(func: Callable[..., Any], args: Any, kwargs: Any, placed: Placed) -> torch.Tensor:
         lay = placed.outs[0]
         value = args[1] if len(args) > 1 else kwargs["value"]
+        if isinstance(value, int | float) and not value:
+            note_zeroed(args[0])
         away = any(lay.mesh.coordinate[a] for a in lay.partial)
         return args[0].fill_(value * 0 if away else value)
 
@@ -327,6 +335,9 @@ def foreach(
     """An elementwise function over lists of tensors."""
     name = func.__name__
     written = name.endswith("_")
+    if name == "_foreach_zero_":
+        for x in args[0]:
+            note_zeroed(x)
     if name.startswith("_foreach_lerp") and len(args) > 1:  # as lerp of two tensors
         ends = [y.to(x.dtype) for x, y in zip(args[0], args[1], strict=True)]
         args = (args[0], ends, *args[2:])
