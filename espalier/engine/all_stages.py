@@ -38,7 +38,7 @@ def take_all_stages(optimizer: torch.optim.Optimizer) -> None:
     """Let each step of an optimizer be made of the parameters of all stages."""
     optimizer._takes_all_stages = True  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step = MethodType(_step_by_closure, optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(step_by_closure, optimizer)  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -63,10 +63,15 @@ def of_all_stages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             optimizer.state.pop(copy, None)
 
 
-def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -> Any:
+def step_by_closure(
+    optimizer: torch.optim.LBFGS, closure: Callable[[], Any], step: Callable[..., Any] | None = None
+) -> Any:
     """A step that asks for the loss itself, with the parameters of all stages (collective).
 
     All ranks go the same way: they have the same numbers.
+
+    Args:
+        step: the optimizer's own, of those of this rank; None: that of its class.
     """
     loss = closure()  # as the step begins, and as the first batch lays the model out
     own = [group["params"] for group in optimizer.param_groups]
@@ -96,7 +101,7 @@ def _step_by_closure(optimizer: torch.optim.LBFGS, closure: Callable[[], Any]) -
                     alone.enter_context(apart(held[0]._layout.mesh.outermost))
                 return loss
 
-            return type(optimizer).step(optimizer, found)
+            return (step or type(optimizer).step)(optimizer, found)
     finally:
         keep_own_list(optimizer)
         _drop(filled)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from espalier.comm.control import gather_objects
+from espalier.engine.all_stages import step_by_closure
 from espalier.engine.beside import held_by
 from espalier.layout import Layout
 from espalier.mesh import Mesh
@@ -111,6 +112,14 @@ class Strangers:
             _exchange_states(optimizer, self._whole_among)
         if optimizer.__dict__.pop("_has_others_states", False):
             take_over(optimizer, [p for p in held_by(optimizer) if type(p) is DTensor])
+
+    def step(self, optimizer: torch.optim.LBFGS, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """It steps by itself, and makes one thing of the parameters of all stages (a collective)."""
+        if vars(optimizer).get("_takes_all_stages") and optimizer not in self._known:
+            return step(optimizer, closure)  # an engine sees to that
+        optimizer._takes_all_stages = True  # type: ignore[attr-defined]
+        self.see_step(optimizer)
+        return step_by_closure(optimizer, closure, step)
 
 
 def _exchange_states(

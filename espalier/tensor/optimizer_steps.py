@@ -73,16 +73,17 @@ def stamp_states(optimizer: Optimizer) -> None:
 
 def install_steps() -> None:
     """Let torch's optimizers step on local tensors where they can (a second call does nothing)."""
-    for optimizer in ELEMENTWISE:
+    for optimizer in (*ELEMENTWISE, torch.optim.LBFGS):
         step = vars(optimizer).get("step")
         if step is None or getattr(step, "_espalier", False):
             continue
+        made = _stepping_by_closure if optimizer is torch.optim.LBFGS else _stepping
         # within torch's own wrapper, which calls hooks: these see DTensors
         if getattr(step, "hooked", False):
-            step = Optimizer.profile_hook_step(_stepping(step.__wrapped__))
+            step = Optimizer.profile_hook_step(made(step.__wrapped__))
             step.hooked = True  # type: ignore[attr-defined]
         else:
-            step = _stepping(step)
+            step = made(step)
         step._espalier = True  # type: ignore[attr-defined]
         optimizer.step = step  # type: ignore[method-assign]
 
@@ -107,6 +108,17 @@ def _stepping(step: Callable[..., Any]) -> Callable[..., Any]:
                     step(self)
                 stamp_states(self)
         return loss
+
+    return wrapped
+
+
+def _stepping_by_closure(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def wrapped(self: torch.optim.LBFGS, closure: Callable[[], Any]) -> Any:
+        held = [p for group in self.param_groups for p in group["params"] if type(p) is DTensor]
+        for strangers in [*held[0]._layout.mesh.outermost.strangers] if held else ():
+            return strangers.step(self, step, closure)
+        return step(self, closure)
 
     return wrapped
 
