@@ -211,7 +211,10 @@ def into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     A collective, where they lie in a stage: all ranks make such calls.
     """
-    written = tensors_in(args[0]) if args and writes(func) else []
+    if kwargs.get("out") is not None:
+        written = tensors_in(kwargs["out"])
+    else:
+        written = tensors_in(args[0]) if args and writes(func) else []
     if not written or any(type(x) is DTensor or x.is_meta for x in written):
         return args, kwargs
 
@@ -224,8 +227,8 @@ def into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         whole = everywhere(func.__name__, x)  # as a DTensor, for rules that take more than torch does
         return DTensor.from_local(whole, x._layout.mesh.outermost) if "lerp" in func.__name__ else whole
 
-    brought_here = tree_map(bring, (args[1:], kwargs))
-    return (args[0], *brought_here[0]), brought_here[1]
+    found: Arguments = tree_map(bring, (args, kwargs))
+    return found
 
 
 def found_by_all(out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

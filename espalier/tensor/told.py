@@ -210,7 +210,9 @@ def is_zeroed(x: torch.Tensor, since: int) -> bool:
 def note_alias(out: torch.Tensor, x: Any) -> None:
     """What is written to a tensor is written to another, too, as far as torch cannot tell."""
     if type(x) is DTensor and x._layout.mesh.outermost.passed:
-        out.__dict__["_alias_of"] = x
+        with raw():
+            if not x.requires_grad:  # a gradient; else its graph would live as long
+                out.__dict__["_alias_of"] = x
 
 
 def share_of_addend(layout: Layout) -> float:

@@ -515,7 +515,10 @@ def tables_of_the_programs(lay: Lay) -> list[Any]:
         written = table.clone()
         written[best] = 2.0
         out += [written, stepped((given * table[best]).mean(), optimizer)]
-    return [*out, *model.parameters()]
+    last = [*model.parameters()][-1]
+    with torch.no_grad():
+        torch.mul(last, 2.0, out=written[0])  # of a stage, where each rank has the table
+    return [*out, written, *model.parameters()]
 
 
 def parts_that_are_decorated(lay: Lay) -> list[Any]:
