@@ -9,7 +9,7 @@ Contrastive Learning Batch Size under Memory Limited Setup*, 2021).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def gone_back(
     loss = _Loss(of, calls, of_loss, wanting(calls), inputs, draws)
     if not draws and source.may_be_whole() and any(type(x) is DTensor for x in loss.trained):
         return _of_whole(loss)
-    known, form = source.known_losses, (source.rows(), *(_name(one) for one in calls))
+    known, form = source.known_losses, form_of(source, calls)
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
         refuse_sights(source.is_part or draws)
     if source.is_of_all and draws:
@@ -106,6 +106,11 @@ def refuse_sights(is_refused: bool) -> None:
             "rank has rows of its own: in a pipeline its gradient does not come to the module then. Let the "
             "model's forward return it."
         )
+
+
+def form_of(source: ModelRun, calls: Iterable[Kept]) -> Hashable:
+    """By which losses are known that went back: what is done in them."""
+    return source.rows(), *(_name(one) for one in calls)
 
 
 def _name(one: Kept) -> Hashable:

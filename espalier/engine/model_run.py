@@ -308,6 +308,11 @@ class ModelRun:
             return [*tensors]
         return [x if wants else x.detach() for x, wants in zip(tensors, wanting, strict=True)]
 
+    @property
+    def all_want_gradients(self) -> bool:
+        """Whether gradients go back through all that it gives, as far as that is known."""
+        return all(self._foreseen.wanting)
+
     def form(self) -> Any:
         """What it gives, its tensors on ``meta``: as it gave for inputs of these kinds, of any shape."""
         known = self._loop.output_shapes

@@ -274,7 +274,7 @@ class _Switches:
             for name in names:
                 x = table.get(name)
                 if type(x) in _NAMES:  # one that was empty may have got others, hooks or tensors
-                    found.append(tuple(y for y in x if type(y) is str))
+                    found.append(tuple([y for y in x if type(y) is str]) if x else ())
                 else:
                     found.append(bool(x) if type(x) in (int, float) else x)
         return tuple(found)
@@ -401,4 +401,4 @@ def _check(draws: Sequence[Draw], started: States, device: torch.device) -> None
 
 
 def _told(x: torch.Tensor) -> Any:
-    return tuple(x.shape), x.dtype, x.requires_grad, x._layout.axes if type(x) is DTensor else None
+    return tuple(x.shape), x.dtype, x.requires_grad, x._layout if type(x) is DTensor else None

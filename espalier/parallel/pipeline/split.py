@@ -345,7 +345,8 @@ class _Family:
         self.known: OrderedDict[Any, list[Split]] = OrderedDict()
         self.of_numbers: OrderedDict[Any, _OfNumbers] = OrderedDict()  # whichever numbers are in a batch
         self._modules = tuple(model.modules())
-        self._children = [child for m in self._modules for child in own_modules(m).values()]
+        self._inner = [own_modules(m) for m in self._modules]
+        self._children = [child for table in self._inner for child in table.values()]
         self._held = [own_parameters(m) for m in self._modules]
         self._parameters = {id(p): p for p in parameters_in(model)}
         self._places = [*map(id, self._now_held())]
@@ -538,7 +539,7 @@ class _Family:
             SplitError: the model has other modules than when it was divided, or parameters that nobody laid
                 out.
         """
-        if [child for m in self._modules for child in own_modules(m).values()] != self._children:
+        if [child for table in self._inner for child in table.values()] != self._children:
             known = {id(m) for m in self._modules}
             new = [
                 f"{name!r} ({type(m).__name__})"
@@ -556,11 +557,13 @@ class _Family:
         if any(type(p) is not DTensor or isinstance(p, nn.Parameter) for p in later):
             refuse_later(self.model, self._parameters)
         with raw():  # past DTensor's Python getters: this is asked at every step
-            kinds = tuple((_dtype(p), _requires_grad(p)) for p in held)
+            kinds = tuple([(_dtype(p), _requires_grad(p)) for p in held])
         buffers = tuple(
-            (i, *((name, b.shape, b.dtype, b.requires_grad) for name, b in table.items() if b is not None))
-            for i, table in enumerate(self._buffers)
-            if table
+            [
+                (i, *[(name, b.shape, b.dtype, b.requires_grad) for name, b in table.items() if b is not None])
+                for i, table in enumerate(self._buffers)
+                if table
+            ]
         )
         modes = tuple([m.training for m in self._modules])
         return modes, kinds, self._placed(held), buffers, TorchState.now(self.device.type)
