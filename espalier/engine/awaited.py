@@ -27,7 +27,7 @@ from torch.distributions.kl import register_kl
 
 from espalier.device import is_accelerator
 from espalier.engine.call_states import asked_after_step
-from espalier.engine.going_back import form_of, gone_back, hand_on, handed_out
+from espalier.engine.going_back import gone_back, hand_on, handed_out, refuse_without_graph
 from espalier.engine.kept import (
     PARTS,
     SOUGHT,
@@ -305,7 +305,7 @@ class Awaited(Kept):
 
     def _go_back(self, retain_graph: bool | None) -> None:
         calls = with_writes(self, Kept._made_of)
-        self._refuse_without_graph(calls)
+        refuse_without_graph(self, calls)
         refuse_written(calls)
         self._source.stays |= bool(retain_graph)
         of_loss, inputs, made_by = captured(calls), self._source.wanting(), self._source.made_by
@@ -328,20 +328,6 @@ class Awaited(Kept):
         self._tell_scaled(_scaled_by(whole))
         if (place := whole._place) is not None and whole._step is not None:
             whole._step.args[0]._gone[place] = whole._known, whole._is_retained
-
-    def _refuse_without_graph(self, calls: Iterable[Kept]) -> None:
-        """See that a gradient goes through it, unless one has gone through another of these calls.
-
-        Raises:
-            RuntimeError: none does.
-        """
-        source = self._source
-        goes_on = source.all_want_gradients and all([x._step is None or x._step.state.grad for x in calls])
-        if goes_on and form_of(source, calls) in source.known_losses:
-            return
-        shapes = self._shapes()
-        if isinstance(shapes, torch.Tensor) and not shapes.requires_grad:
-            raise RuntimeError("backward() of what no gradient goes through: detached, or under no_grad().")
 
     def _is_over(self) -> bool:
         """Whether it has gone back, and is not to do so again: what is made of it is made of its value."""

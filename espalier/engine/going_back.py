@@ -70,7 +70,7 @@ def gone_back(
     loss = _Loss(of, calls, of_loss, wanting(calls), inputs, draws)
     if not draws and source.may_be_whole() and any(type(x) is DTensor for x in loss.trained):
         return _of_whole(loss)
-    known, form = source.known_losses, form_of(source, calls)
+    known, form = source.known_losses, _form_of(source, calls)
     if sees := any(isinstance(source.made_by.get(id(x)), Place) for x in of_loss):
         refuse_sights(source.is_part or draws)
     if source.is_of_all and draws:
@@ -108,7 +108,22 @@ def refuse_sights(is_refused: bool) -> None:
         )
 
 
-def form_of(source: ModelRun, calls: Iterable[Kept]) -> Hashable:
+def refuse_without_graph(of: Kept, calls: Sequence[Kept]) -> None:
+    """See that a gradient goes through a loss, unless one has gone through another of these ``calls``.
+
+    Raises:
+        RuntimeError: none does.
+    """
+    source = of._source
+    goes_on = source.all_want_gradients and all(x._step is None or x._step.state.grad for x in calls)
+    if goes_on and _form_of(source, calls) in source.known_losses:
+        return
+    shapes = of._shapes()
+    if isinstance(shapes, torch.Tensor) and not shapes.requires_grad:
+        raise RuntimeError("backward() of what no gradient goes through: detached, or under no_grad().")
+
+
+def _form_of(source: ModelRun, calls: Iterable[Kept]) -> Hashable:
     """By which losses are known that went back: what is done in them."""
     return source.rows(), *(_name(one) for one in calls)
 

@@ -352,7 +352,7 @@ def followed(kind: str, plan: dict[str, Any] | None, folder: Path, parts: int = 
             out.append(loss.item())
             assert step % 2 or abs(before - out[-1]) < TOLERANCE
         optimizer.step()
-        if step == 1:
+        if step < 2:
             given.eval()
             with torch.no_grad():
                 out.append(given(batch(50)[0]))

@@ -103,6 +103,7 @@ class ShapeInference:
         both = zip(parameters_in(model), parameters_in(twin), strict=True)
         self._twins = {id(p): (p, dry_p) for p, dry_p in both}
         self._known: dict[Any, InferredShapes] = {}
+        self._sets = set[tuple[str, str]]()  # what forwards set by themselves, of whichever split
         self._switches = _Switches(model)
 
     def __call__(
@@ -126,7 +127,8 @@ class ShapeInference:
         """
         leaves, form = flatten(inputs)
         # a split is one for whether modules train, and parameters need gradients
-        remembered = {place: value_at(self._model, *place) for place in sorted(split.sets)}
+        self._sets |= split.sets
+        remembered = {place: value_at(self._model, *place) for place in sorted(self._sets)}
         if last is not None:
             remembered |= {place: x for place, x in last.after.items() if place in remembered}
         # other ways may be gone by these

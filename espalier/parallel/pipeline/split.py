@@ -560,7 +560,7 @@ class _Family:
             kinds = tuple([(_dtype(p), _requires_grad(p)) for p in held])
         buffers = tuple(
             [
-                (i, *[(name, b.shape, b.dtype, b.requires_grad) for name, b in table.items() if b is not None])
+                (i, *[(k, b.shape, b.dtype, b.requires_grad) for k, b in table.items() if b is not None])
                 for i, table in enumerate(self._buffers)
                 if table
             ]
