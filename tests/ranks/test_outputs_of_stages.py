@@ -326,3 +326,33 @@ def counted_on_the_host(rank: int, world: int) -> None:
 
 def test_host_work_that_is_done_once(ranks: Any) -> None:
     ranks(2, counted_on_the_host)
+
+
+class Passes(nn.Module):
+    """Its first features cross all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = x = self.layers[0](x)
+        for layer in [*self.layers][1:]:
+            x = torch.tanh(layer(x))
+        return x, features
+
+
+def evaluated_with_gradients(rank: int, world: int) -> None:
+    """A program need not write torch.no_grad() around an evaluation."""
+    net = Passes()
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    expected = [out.detach().clone() for out in net(x)]
+    plan = {"pipe": 2, "accumulate": 2, "schedule": "interleaved", "stages_per_rank": 2}
+    model, _ = espalier.prepare(net, torch.optim.SGD(net.parameters(), 0.1), plan=plan)
+    model.eval()
+    for got, out in zip(model(x), expected, strict=True):
+        assert torch.allclose(got.detach(), out, atol=1e-12)
+
+
+def test_evaluations_with_gradients_of_what_crosses_stages(ranks: Any) -> None:
+    ranks(2, evaluated_with_gradients)

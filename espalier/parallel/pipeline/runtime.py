@@ -345,7 +345,7 @@ class Runtime:
         if stage:
             wires = self._agreed[micro].wires[stage - 1]
             entered = []
-            with raw():
+            with raw(), torch.enable_grad():  # what an evaluation only passes on is to want one, as agreed
                 for x, wire in zip(self._take(ActionKind.RECV_F, stage, micro), wires, strict=True):
                     if wire.has_gradient:
                         leaves.append(x.requires_grad_())
