@@ -78,7 +78,9 @@ class Costs:
         rest: what all does that is in no block.
         block_bytes, rest_bytes: of parameters on a rank.
         block_kept, rest_kept: bytes that live between forward and backward.
-        transient: bytes more that live at the fullest time.
+        transient: bytes more that live at the fullest time before a block's backward pass is done.
+        late: the same at the fullest time of the blocks' backward passes, where what is in no block has gone:
+            beyond all that was kept, so it may be less than nothing.
         waiting: what a backward pass that is divided holds of gradients between its two parts, as a share of
             what is kept: of the outputs of products and norms, from which weights' gradients are taken.
         block_experts: bytes of a block's experts on a rank, which are among its parameters.
@@ -92,6 +94,7 @@ class Costs:
     block_kept: int
     rest_kept: int
     transient: int
+    late: int
     waiting: float = 0.0
     block_experts: float = 0.0
     block_casts: int = 0
@@ -159,6 +162,8 @@ class Update(NamedTuple):
             parameters: what is copied for it, in a step and for each micro-batch.
         work_step: the update's operations there.
         size: bytes of parameters of these.
+        fixed: bytes sent on two ranks whatever the parameters, by operation, for each micro-batch: less than
+            nothing, of chunks that stay gathered from forward to backward.
     """
 
     once: Mapping[str, float]
@@ -169,6 +174,7 @@ class Update(NamedTuple):
     work_each: Counter[Event]
     work_step: Counter[Op]
     size: int
+    fixed: Mapping[str, float] = {}
 
 
 class Boundary(NamedTuple):
@@ -374,7 +380,7 @@ class Recorder:
             kept = shallow_run.kept
             rest = shallow_run.counts()
             over = max(0, shallow_run.peak - shallow_run.held - kept)
-            return Costs({}, rest, 0, shallow_run.parameters, 0, kept, over)
+            return Costs({}, rest, 0, shallow_run.parameters, 0, kept, over, over)
         try:
             block = added(shallow_run.counts(), deep.counts())
             rest = added(block, shallow_run.counts(), _SHALLOW)
@@ -392,6 +398,7 @@ class Recorder:
             kept,
             shallow_run.kept - _SHALLOW * kept,
             max(0, over - _SHALLOW * (more - over)),
+            (deep.later or deep.peak) - deep.held - deep.kept,
             sum(n * _output(op) for op, n in block.get("forward", {}).items()) / kept if kept > 0 else 0.0,
             self._expert_bytes(cell),
             self._block_casts(cell),
@@ -506,6 +513,7 @@ class Recorder:
         ]
         wanted += [_alone(precision, self._depths()[-1])]
         wanted += [_of_zero(zero, precision, m, self._depths()[-1]) for zero in zeros for m in (1, 2)]
+        wanted += [_of_zero(3, precision, 1, _SHALLOW)] if self.blocks and 3 in zeros else []
         missing = [x for x in dict.fromkeys(wanted) if self._store.lacks(x.name)]
         # those that find the same things out are one process's
         groups: dict[Any, list[_Wanted]] = {}
@@ -632,14 +640,23 @@ class Recorder:
         low = self._run(Cell(precision=precision), depth)
         size = max(low.parameters, 1)
         sent = [_sent(run) for run in runs]
-        each = {op: (sent[1].get(op, 0) - sent[0].get(op, 0)) / size for op in sent[1]}
-        once = {op: n / size - each.get(op, 0.0) for op, n in sent[0].items()}
+        fixed = self._fixed(precision, sent[0], size) if zero == 3 and self.blocks else {}
+        each = {op: (n - sent[0].get(op, 0) - fixed.get(op, 0.0)) / size for op, n in sent[1].items()}
+        once = {op: (n - fixed.get(op, 0.0)) / size - each.get(op, 0.0) for op, n in sent[0].items()}
         micro, (one, two) = _work(low), map(_work, runs)
         work_each = two - one - micro
         step = Counter({e: n for e, n in runs[0].counts().get("step", {}).items() if isinstance(e, Op)})
         states = max(0, alone.held - size) / size
         moved = sum(getattr(e, "moved", 0) for phase, e in alone.events if phase == "step") / size
-        return Update(once, each, moved, states, one - micro - work_each, work_each, step, size)
+        return Update(once, each, moved, states, one - micro - work_each, work_each, step, size, fixed)
+
+    def _fixed(self, precision: str, sent: Mapping[str, int], size: int) -> dict[str, float]:
+        """What of the bytes that ZeRO-3 sends for a micro-batch is not in proportion to the parameters."""
+        less = _sent(self._kept(_of_zero(3, precision, 1, _SHALLOW)))
+        block = size - self._run(Cell(precision=precision), _SHALLOW).parameters
+        if block <= 0:
+            return {}
+        return {op: n - (n - less[op]) * size / block for op, n in sent.items() if op == "all_gather"}
 
     def replicated(self, zero: int, precision: str) -> float:
         """Bytes a byte of parameters that are sent among groups which hold the same, by two groups of two.

@@ -9,6 +9,7 @@ from espalier.parallel import Plan
 from espalier.parallel.data.gradients import AT_ONCE
 from espalier.parallel.plan import Offload
 from espalier.planner.cells import LEAST_ZERO, Away, Costs, Update
+from espalier.planner.prediction import DIVIDED
 from espalier.planner.prices import Prices
 
 
@@ -39,46 +40,84 @@ def memory_by_rank(
     block_kept = costs.block_kept - (costs.block_casts if is_cut else 0)
     keeps = [float(n * block_kept) for n in blocks]
     keeps[last] += costs.rest_kept
-    whole = 2 * costs.block_bytes if is_cut else 0
+    # two blocks, or the head, which is about half of the rest
+    whole = max(2 * costs.block_bytes, costs.rest_bytes / 2 if costs.block_bytes else 0) if is_cut else 0
     has_masters = plan.precision.parameters is not None
     # ranks of a middle stage, mostly
     alike: dict[tuple[float, float], tuple[float, float, float, float]] = {}
     by_rank = []
-    for rank, (size, kept, live) in enumerate(zip(sizes, keeps, lives, strict=True)):
+    for rank, (n, size, kept, live) in enumerate(zip(blocks, sizes, keeps, lives, strict=True)):
         if (size, kept) not in alike:
             gradients = size * (here["gradients"] if plan.zero >= 2 or ranks == 1 else 1.0)
             alike[size, kept] = (
                 size / ranks * here["parameters"] + whole if is_cut else size,
                 gradients / ranks if _sends_early(plan, ranks) else gradients,
-                max(whole / 2, _sending(plan, costs, size, ranks, kept)),
+                max(costs.block_bytes if is_cut else 0, _under_way(plan, costs, size, ranks)),
                 size * update.states / (ranks if plan.zero else 1),
             )
         parameters, own, beside, states = alike[size, kept]
-        activations = kept * live
-        transient = costs.transient if rank == last else costs.transient / 4
-        # gradients of one micro-batch come as its activations go
-        instead = 0.0 if plan.accumulate > 1 else min(own, activations)
-        # what comes for the update does so after the passes; masters take whole gradients in their own dtype
+        # masters take whole gradients in their own dtype
         wide = own if has_masters and (plan.zero == 0 or ranks == 1) and not is_cut else 0.0
-        coming = max(min(going, states * (1 - here["states"])), wide) - (activations + transient - instead)
+        coming = max(min(going, states * (1 - here["states"])), wide)
+        fullest = max(
+            *_moments(plan, costs, (n, rank == last), (kept, live), (own, beside, size)),
+            (own, 0.0, coming),  # the update
+            key=sum,
+        )
         by_rank.append(
             {
                 "parameters": parameters,
-                "gradients": own + beside - instead,
-                "states": states * here["states"] + max(0.0, coming),
-                "activations": activations,
-                "transient": transient,
+                "gradients": fullest[0],
+                "states": states * here["states"],
+                "activations": fullest[1],
+                "transient": fullest[2],
             }
         )
     return tuple(by_rank)
 
 
-def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -> float:
-    """Bytes of gradients that are cut and on their way, beyond the activations that have gone by then.
+def _moments(
+    plan: Plan,
+    costs: Costs,
+    stage: tuple[int, bool],
+    activations: tuple[float, float],
+    gradients: tuple[float, float, float],
+) -> Iterator[tuple[float, float, float]]:
+    """Gradients, activations and what else lives at the times of passes that may be the fullest.
+
+    Args:
+        stage: how many blocks it has, and whether it is the last.
+        activations: a micro-batch's, and how many micro-batches' live.
+        gradients: a rank's own, those that are under way, and all before the data axis cuts them.
+    """
+    (blocks, is_last), (kept, live), (own, beside, whole) = stage, activations, gradients
+    block = max(0.0, costs.late + costs.rest_kept)
+    if plan.schedule in DIVIDED and plan.recompute == "none":
+        block /= 4  # what weights' gradients are made of waits among activations
+    late = block - costs.rest_kept if is_last else block
+    # what a micro-batch has kept goes as its gradients come; what other micro-batches gave is there
+    before = own if plan.accumulate > live else 0.0
+    each = (kept - (costs.rest_kept if is_last else 0)) / max(1, blocks)
+    gone = each * max(0, blocks - 1) if costs.block_bytes else kept
+    if is_last:
+        yield before, kept * live, costs.transient
+        if live > 1:
+            yield own, kept * (live - 1), costs.transient
+    if costs.block_bytes:
+        passed = min(gone, beside // costs.block_bytes * each)
+        yield before + beside, kept * live - passed, late
+        # a block's gradients come before all of its activations are gone
+        yield before + min(beside, costs.block_bytes), kept * live, late
+    # those of the block that comes last are not there while it has most else
+    missing = 0.0 if before or not whole else min(costs.block_bytes * own / whole, block)
+    yield own + beside, kept * live - gone, late - missing
+
+
+def _under_way(plan: Plan, costs: Costs, size: float, ranks: float) -> float:
+    """Bytes of gradients that are cut and on their way.
 
     Args:
         size: bytes of parameters of a rank, before the data axis cuts them.
-        kept: bytes of a micro-batch's activations on it.
     """
     if not _sends_early(plan, ranks):
         return 0.0
@@ -88,9 +127,7 @@ def _sending(plan: Plan, costs: Costs, size: float, ranks: float, kept: float) -
         chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * AT_ONCE
     else:
         chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * AT_ONCE
-    # a model without blocks has all of its activations in the rest
-    blocks = sum(n for n, _ in chunks) // costs.block_bytes if costs.block_bytes else 0.0
-    return sum(n * _rows(of) for n, of in chunks) - min(kept, blocks * costs.block_kept)
+    return sum(n * _rows(of) for n, of in chunks)
 
 
 def _sends_early(plan: Plan, ranks: float) -> bool:

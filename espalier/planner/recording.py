@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from espalier.blocks import parameters_in
+from espalier.blocks import blocks, parameters_in
 from espalier.comm import Collective, ledger
 from espalier.engine.engine import Engine
 from espalier.engine.report import local_bytes
@@ -38,6 +38,7 @@ _ADDING = ("addmm", "baddbmm")
 # these give memory to what comes after them, and move nothing
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _grad = getter("grad")
+_BLOCKS = "blocks"
 
 
 class Op(NamedTuple):
@@ -101,7 +102,8 @@ class Recording:
         parameters: bytes of this rank's.
         held: bytes that live before the step: parameters, states.
         kept: bytes more that live between forward and backward.
-        peak: the most bytes that live at once in forward and backward, beside finished gradients.
+        peak: the most bytes that live at once until a block has a gradient, beside finished gradients.
+        later: the same from then on; 0 where there are no blocks.
         carried: bytes that go between the device and other places, by phase, kind and way.
     """
 
@@ -110,6 +112,7 @@ class Recording:
     held: int
     kept: int
     peak: int
+    later: int = 0
     carried: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, Counter[Event]]:
@@ -124,7 +127,7 @@ class Recording:
         known = {event: i for i, event in enumerate(dict.fromkeys(event for _, event in self.events))}
         rows = [[phase, known[event]] for phase, event in self.events]
         carried = [[*key, n] for key, n in self.carried.items()]
-        numbers = [self.parameters, self.held, self.kept, self.peak, carried]
+        numbers = [self.parameters, self.held, self.kept, self.peak, self.later, carried]
         events = [
             [*event[:-1], [[list(op), n] for op, n in event.under]]
             if isinstance(event, Sent)
@@ -143,10 +146,10 @@ class Recording:
                 known.append(Sent(name, axis, size, tuple(Under(_op_of(op), n) for op, n in under)))
             else:
                 known.append(_op_of(row))
-        carried = {(phase, kind, way): n for phase, kind, way, n in table[6]}
+        carried = {(phase, kind, way): n for phase, kind, way, n in table[7]}
         events = tuple((phase, known[i]) for phase, i in table[1])
-        parameters, held, kept, peak = table[2:6]
-        return Recording(events, parameters, held, kept, peak, carried)
+        parameters, held, kept, peak, later = table[2:7]
+        return Recording(events, parameters, held, kept, peak, later, carried)
 
 
 def _op_of(row: Sequence[Any]) -> Op:
@@ -180,7 +183,9 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
             now = engine.carried()
             carried.update({(mode.phase, x.kind, x.way): n for x, n in (now - seen[0]).items()})
             seen[0] = now
-            mode.phase = memory.phase = name
+            mode.phase = name
+            if name != "backward" or memory.phase != _BLOCKS:
+                memory.phase = name
 
         with ledger(engine.mesh) as book, mode:
             engine.mesh.ledgers.append(mode)
@@ -195,14 +200,17 @@ def record(engine: Engine, batch: Any, *, steps: bool = False, recalled: Recalle
             finally:
                 engine.mesh.ledgers[:] = [x for x in engine.mesh.ledgers if x is not mode]
         assert len(book.entries) == mode.seen
-    peak = max(memory.peaks.get(name, 0) for name in ("forward", "backward"))
+    peak, later = (max(memory.peaks.get(x, 0) for x in of) for of in (("forward", "backward"), (_BLOCKS,)))
     parameters = sum(map(local_bytes, parameters_in(engine.module)))
-    return Recording(tuple(mode.events), parameters, held, kept[0], peak, dict(carried))
+    return Recording(tuple(mode.events), parameters, held, kept[0], peak, later, dict(carried))
 
 
 @contextmanager
 def _gradients_aside(engine: Engine, memory: LiveMemory) -> Iterator[None]:
-    """While open, a gradient that is there counts in no peak: plans cut them, and send them early."""
+    """While open, a gradient that is there counts in no peak: plans cut them, and send them early.
+
+    Peaks from the first one of a block on are told apart.
+    """
     counted: set[int] = set()
 
     def came(p: torch.Tensor) -> None:
@@ -211,9 +219,12 @@ def _gradients_aside(engine: Engine, memory: LiveMemory) -> Iterator[None]:
         if grad is not None and id(p) not in counted:  # else it is sent already
             counted.add(id(p))
             memory.aside += grad.nbytes
+            if id(p) in of_blocks:
+                memory.phase = _BLOCKS
 
     with raw():
         trained = [p for p in parameters_in(engine.module) if p.requires_grad]
+        of_blocks = {id(p) for block in blocks(engine.module).values() for p in parameters_in(block)}
         handles = [p.register_post_accumulate_grad_hook(came) for p in trained]
     try:
         yield
@@ -392,8 +403,9 @@ def grown(less: Recording, more: Recording, rows: int, of: tuple[int, int] = (1,
                 event = Sent(a.op, a.axis, line(a.bytes, b.bytes), under)
             known[a, b] = event
         events.append((phase, event))
-    held, kept, peak = (line(getattr(less, x), getattr(more, x)) for x in ("held", "kept", "peak"))
-    return Recording(tuple(events), less.parameters, held, kept, peak)
+    names = "held", "kept", "peak", "later"
+    held, kept, peak, later = (line(getattr(less, x), getattr(more, x)) for x in names)
+    return Recording(tuple(events), less.parameters, held, kept, peak, later)
 
 
 def added(shallow: Counts, deep: Counts, times: int = 1) -> dict[str, Counter[Event]]:

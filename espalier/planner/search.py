@@ -328,7 +328,10 @@ class Search:
         calls = max(1.0, size / (plan.chunk_megabytes * 1e6))
         for n, among, along in sums:
             for op, once in update.once.items() if n else ():
-                part = n * 2 * (among - 1) / among * (once + plan.accumulate * update.each[op])
+                bytes_each = n * (once + plan.accumulate * update.each[op])
+                if along is every:
+                    bytes_each += plan.accumulate * update.fixed.get(op, 0.0) / plan.tensor
+                part = 2 * (among - 1) / among * max(0.0, bytes_each)
                 sent[op] += part
                 if part > n * 1e-3:
                     seconds[op] += along.sent(op, "data", part, max(1.0, calls * n / size))
