@@ -61,7 +61,7 @@ def memory_by_rank(
         coming = max(min(going, states * (1 - here["states"])), wide)
         fullest = max(
             *_moments(plan, costs, (n, rank == last), (kept, live), (own, beside, size)),
-            (own, 0.0, coming),  # the update
+            (own + beside, 0.0, coming),  # the update
             key=sum,
         )
         by_rank.append(
@@ -69,8 +69,8 @@ def memory_by_rank(
                 "parameters": parameters,
                 "gradients": fullest[0],
                 "states": states * here["states"],
-                "activations": fullest[1],
-                "transient": fullest[2],
+                "activations": fullest[1] + min(0.0, fullest[2]),
+                "transient": max(0.0, fullest[2]),
             }
         )
     return tuple(by_rank)
@@ -99,8 +99,10 @@ def _moments(
     before = own if plan.accumulate > live else 0.0
     each = (kept - (costs.rest_kept if is_last else 0)) / max(1, blocks)
     gone = each * max(0, blocks - 1) if costs.block_bytes else kept
+    # gradients that leave the device are on their way when the next micro-batch comes
+    leaving = beside if plan.offload.away and plan.accumulate > 1 else 0.0
     if is_last:
-        yield before, kept * live, costs.transient
+        yield before + leaving, kept * live, costs.transient
         if live > 1:
             yield own, kept * (live - 1), costs.transient
     if costs.block_bytes:
@@ -126,7 +128,7 @@ def _under_way(plan: Plan, costs: Costs, size: float, ranks: float) -> float:
         rest = (costs.block_bytes - experts, ranks)
         chunks = [rest, (experts, ranks / plan.expert)] if experts else [rest] * AT_ONCE
     else:
-        chunks = [(min(size, plan.chunk_megabytes * 1e6), ranks)] * AT_ONCE
+        chunks = [(min(size / AT_ONCE, plan.chunk_megabytes * 1e6), ranks)] * AT_ONCE
     return sum(n * _rows(of) for n, of in chunks)
 
 

@@ -329,8 +329,9 @@ class Search:
         for n, among, along in sums:
             for op, once in update.once.items() if n else ():
                 bytes_each = n * (once + plan.accumulate * update.each[op])
-                if along is every:
-                    bytes_each += plan.accumulate * update.fixed.get(op, 0.0) / plan.tensor
+                # where experts lie apart, what stays gathered is taken as a share
+                share = 1 / plan.tensor if plan.expert == 1 else n / update.size
+                bytes_each += plan.accumulate * update.fixed.get(op, 0.0) * share
                 part = 2 * (among - 1) / among * max(0.0, bytes_each)
                 sent[op] += part
                 if part > n * 1e-3:
