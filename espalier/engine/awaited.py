@@ -420,10 +420,10 @@ class Awaited(Kept):
                 "metric.",
                 GatherWarning,
             )
-        return full_tensor(self._value()).__dlpack__(**options)  # which torch.as_tensor asks for
+        return _tensor_of(self._value()).__dlpack__(**options)  # which torch.as_tensor asks for
 
     def __dlpack_device__(self) -> Any:
-        return full_tensor(self._value()).__dlpack_device__()
+        return _tensor_of(self._value()).__dlpack_device__()
 
     def __float__(self) -> float:
         return float(self._value())
@@ -746,6 +746,10 @@ def entering(inputs: Any) -> tuple[Any, dict[int, Awaited]]:
         return value
 
     return tree_map(enter, inputs, SOUGHT), made_by
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    return full_tensor(value) if isinstance(value, torch.Tensor) else torch.as_tensor(value)
 
 
 def value_of(x: Any) -> Any:

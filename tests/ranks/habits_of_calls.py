@@ -121,6 +121,7 @@ class Targets(nn.Module):
             "through": self.teacher(hidden),
             "loss": hidden.mean() if mask.any() else x.new_zeros(()),
             "nothing": None,
+            "width": x.shape[1],
         }
 
 
@@ -134,7 +135,8 @@ def outputs_without_gradients(prepare: Any) -> list[Any]:
         model.gives = "targets" if step == 2 else "all"
         given = model(x, torch.full((8,), step % 2 == 1))
         model.gives = "all"
-        out.append([float(one.requires_grad) for one in given.values() if one is not None])
+        out.append([float(one.requires_grad) for one in given.values() if isinstance(one, torch.Tensor)])
+        out.append(torch.as_tensor(given["width"]))
         other = model(torch.cat([given["keys"][:, :2], x[:, 2:]], 1), y > 0)["scores"]
         loss = F.mse_loss(other, given["scores" if step == 2 else "taught"]) + given["loss"]
         loss = (
