@@ -256,7 +256,7 @@ class Engine(Surface):
         if torch.is_inference_mode_enabled():  # parameters are to be trained
             with torch.inference_mode(False), torch.no_grad():
                 return self.lay_out(cloned(batch), layouts)
-        arranged = dict(self._arranged) if layouts is None else {**self._arranged, "table": layouts}
+        arranged = self._arranged if layouts is None else {**self._arranged, "table": layouts}
         arrangement = self.passes.arrange(batch, **arranged)
         if arrangement is None:
             return

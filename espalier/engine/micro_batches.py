@@ -88,16 +88,12 @@ def foreseen(of: StageContext, parts: Sequence[Any]) -> Foreseen:
     """
     call, is_dry = of.call, of.mesh.is_dry
 
-    def forward(program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
-        with call.autocast():
-            return program(received, inputs, runner)
-
     def agreed(part: Any) -> tuple[Split, InferredShapes]:
         inputs = call.entered(part)
         with call.autocast():
             (split,) = of.stages.split.at_all([tree_map(zeros_where_unknown, inputs) if is_dry else inputs])
         assert isinstance(split, Split)
-        return split, of.stages.shape_inference(split, inputs, forward)
+        return split, of.stages.shape_inference(split, inputs, call.in_stage)
 
     split, first = agreed(parts[0])
     wanting = first.wanting
@@ -216,12 +212,7 @@ class MicroBatches:
         return tree_map(self._call.cast, self._call.parted(part)[0])
 
     def _called(self, program: Any, received: Tensors, inputs: Any, runner: Any) -> Any:
-        try:
-            with self._call.autocast():
-                return program(received, inputs, runner)
-        except RuntimeError as error:
-            self._call.explain_dtypes(error)
-            raise
+        return self._call.in_stage(program, received, inputs, runner)
 
     def _runner(self, stage: int, micro_batch: int) -> Any:
         """What does a stage's steps on one rank, or some again; None: they are done on DTensors, once."""

@@ -137,10 +137,19 @@ class ModelCall:
                 self._explain(error, inputs)
                 raise
             except RuntimeError as error:
-                self.explain_dtypes(error)
+                self._explain_dtypes(error)
                 raise
 
-    def explain_dtypes(self, error: RuntimeError) -> None:
+    def in_stage(self, program: Any, received: Any, inputs: Any, runner: Any) -> Any:
+        """What a stage of it gives."""
+        try:
+            with self.autocast():
+                return program(received, inputs, runner)
+        except RuntimeError as error:
+            self._explain_dtypes(error)
+            raise
+
+    def _explain_dtypes(self, error: RuntimeError) -> None:
         """Say where other dtypes may come from, if torch does not take those that have met."""
         low, buffers = self.plan.precision.parameters, self.plan.precision.buffers
         if (

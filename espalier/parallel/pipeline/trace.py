@@ -137,7 +137,8 @@ def _traced(
         before, outside = stand_ins.snapshot(twin.module), Outside(twin.module)
         hooks = hooks_in(twin.module)
         of_program = {id(m): program_hooks(m) for m in twin.module.modules()}
-        run = partial(_recorded, twin, device, fake, whole, is_watched, of_program)
+        recorder = partial(_Recorder, twin, device, fake, whole, is_watched, of_program)
+        run = partial(_recorded, twin, recorder)
         recorded = run()
         hooked = newly_hooked(twin.module, hooks)
         changes, beside = stand_ins.changes(twin.module, before), outside.changes()
@@ -248,17 +249,10 @@ def _copied(stand_ins: ModelStandIns, fake: FakeTensorMode, batch: Any) -> Itera
         yield twin
 
 
-def _recorded(
-    twin: Apart,
-    device: torch.device,
-    fake: FakeTensorMode,
-    whole: Collection[str],
-    is_watched: bool,
-    hooks: Mapping[int, set[int]],
-) -> Trace:
-    recorder, batch = _Recorder(twin, device, fake, whole, is_watched, hooks), twin.extra
+def _recorded(twin: Apart, made: Callable[[], _Recorder]) -> Trace:
+    recorder, batch = made(), twin.extra
     recorder.begin(batch)
-    before = None if is_watched else Generators()
+    before = None if recorder.is_watched else Generators()
     met = barriers_passed(recorder.passed), collectives_known(recorder.meets_within)
     seen = _calls_seen(recorder.module), unchecked_distributions()
     with met[0], met[1], seen[0], seen[1], recorder.worked, recorder:
@@ -339,7 +333,7 @@ class _Recorder(TorchFunctionMode):
         hooks: Mapping[int, set[int]],
     ) -> None:
         super().__init__()
-        self.model, self.fake, self._is_watched, self._hooks = twin.module, fake, is_watched, hooks
+        self.model, self.fake, self.is_watched, self._hooks = twin.module, fake, is_watched, hooks
         self.trace, self._original = Trace(device, TorchState.now(device.type)), twin.original
         model = twin.module
         self.worked = CostMode()
@@ -469,7 +463,7 @@ class _Recorder(TorchFunctionMode):
 
     def _watch_python(self) -> None:
         """Note if the module whose forward goes on here has drawn random numbers that are not torch's."""
-        if not self._is_watched:
+        if not self.is_watched:
             return
         if self._drawn is not None and not self._drawn.as_now() and self._path:
             name = self.trace.calls[self._path[-1]].name
